@@ -1,0 +1,660 @@
+#!POPCORN leaderboard amd-mixed-mla
+#!POPCORN gpu MI355X
+
+"""Exact MLA decode attention for one set of 16 query heads over a shared KV cache.
+
+For each query row t of sequence b, with K = all 576 dims of the cached rows and V = their first 512 dims:
+
+    out[t, h] = softmax(q[t, h] . K^T * sm_scale) V        over every token of sequence b
+
+Algorithm: split-K flash decoding. A sequence's cache is cut into tiles of BLOCK_N tokens and its tiles are dealt to
+`splits` programs; each program reads its tiles once for all 16 heads, keeps a running maximum m, sum l and output
+accumulator, and leaves a normalised partial output with its log2-sum-exp. The combine weighs the partials.
+
+Launches per call: one when a sequence is not split (or when the last program to arrive combines), two otherwise.
+
+Dispatch: `custom_kernel` looks its arguments' shapes up in `_PLANS`. The first call of a shape checks the arguments,
+takes the first eligible configuration of `select_config` and allocates scratch and output; later calls allocate
+nothing. The returned tensor belongs to this module and is valid until the next call with the same shapes.
+
+Environment: MLA_BACKEND=<name of an arm> forces that arm.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+H_Q = 16  # query heads
+D_V = 512  # value dims: the latent part of a cache row
+D_ROPE = 64
+D_QK = D_V + D_ROPE
+LOG2E = 1.4426950408889634
+CACHE_NAMES = ("bf16", "fp8", "mxfp4")
+
+
+def _jit(fn):
+    """`triton.jit` where Triton is installed; elsewhere the kernels stay plain, uncalled functions."""
+    return fn if triton is None else triton.jit(fn)
+
+
+# ---- device helpers ----
+
+
+@_jit
+def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of the cache that query row `t` sees and the tiles [first, last) of BLOCK_N rows that `split` takes.
+
+    Queries are bottom-right causal: query i of s_q sees all but the last s_q - 1 - i tokens of its sequence.
+    """
+    b = t // s_q
+    kv_start = tl.load(kv_indptr + b)
+    kv_end = tl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)
+    n_tiles = tl.cdiv(tl.maximum(kv_end - kv_start, 0), BLOCK_N)
+    return kv_start, kv_end, n_tiles * split // SPLITS, n_tiles * (split + 1) // SPLITS
+
+
+@_jit
+def _power_of_two_scale(amax):
+    """(2^k, 2^-k) that bring a float32 `amax` to [128, 256); 0 and denormals count as 2^-97."""
+    exponent = tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 30)
+    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    return up, down
+
+
+# ---- kernels ----
+
+
+@_jit
+def _load_tile(kv_ptrs, n, first_row, kv_end, stride_kv_t, BLOCK_N: tl.constexpr):
+    """Tile `n` of a sequence; rows at or past `kv_end` read as zeros, whatever lies there."""
+    rows = first_row + n * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(kv_ptrs + rows.to(tl.int64)[:, None] * stride_kv_t, mask=(rows < kv_end)[:, None], other=0.0)
+
+
+@_jit
+def _decode_fp8(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kv_ptr,  # fp8 e4m3 [total_kv, 576]
+    kv_scale_ptr,  # fp32 [1]
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp16 [total_q, SPLITS, 16, 512], normalised, in units of the cache's scale
+    lse_ptr,  # fp32 [total_q, SPLITS, 16], log2; -inf for an empty split
+    softmax_scale,  # sm_scale * log2(e)
+    s_q,
+    stride_q_t,
+    stride_q_h,
+    stride_kv_t,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Grid (SPLITS, total_q). With SPLITS == 1 writes `out_ptr`, else one partial per split."""
+    H: tl.constexpr = 16
+    D: tl.constexpr = 512
+    R: tl.constexpr = 64
+    split = tl.program_id(0)
+    t = tl.program_id(1)
+    offs_h = tl.arange(0, H)
+    offs_d = tl.arange(0, D)
+    offs_r = tl.arange(0, R)
+    # Q before KV: it would queue behind the tiles.
+    q_base = q_ptr + t.to(tl.int64) * stride_q_t + offs_h[:, None] * stride_q_h
+    qn = tl.load(q_base + offs_d[None, :]).to(tl.float32)  # [16, 512]
+    qr = tl.load(q_base + D + offs_r[None, :]).to(tl.float32)  # [16, 64]
+    kv_scale = tl.load(kv_scale_ptr)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
+    # A power-of-two scale per head makes Q fit fp16 exactly, as every e4m3 value does.
+    up, down = _power_of_two_scale(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
+    qn = (qn * up[:, None]).to(tl.float16)
+    qr = (qr * up[:, None]).to(tl.float16)
+    logit_scale = down * (kv_scale * softmax_scale)
+
+    m = tl.full([H], float("-inf"), tl.float32)
+    norm = tl.zeros([H], tl.float32)
+    acc = tl.zeros([H, D], tl.float32)
+    kn_ptrs = kv_ptr + offs_d[None, :]
+    kr_ptrs = kv_ptr + D + offs_r[None, :]
+    kn_next = _load_tile(kn_ptrs, first, kv_start, kv_end, stride_kv_t, BLOCK_N)
+    kr_next = _load_tile(kr_ptrs, first, kv_start, kv_end, stride_kv_t, BLOCK_N)
+    for n in range(first, last):
+        # One conversion serves K and V; the next tile is on its way in registers meanwhile.
+        kn = kn_next.to(tl.float16)
+        kr = kr_next.to(tl.float16)
+        kn_next = _load_tile(kn_ptrs, n + 1, kv_start, kv_end, stride_kv_t, BLOCK_N)
+        kr_next = _load_tile(kr_ptrs, n + 1, kv_start, kv_end, stride_kv_t, BLOCK_N)
+        x = tl.dot(qr, tl.trans(kr), tl.dot(qn, tl.trans(kn))) * logit_scale[:, None]
+        mask_n = kv_start + n * BLOCK_N + tl.arange(0, BLOCK_N) < kv_end
+        x = tl.where(mask_n[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        rescale = tl.exp2(m - m_new)
+        p = tl.exp2(x - m_new[:, None])
+        norm = norm * rescale + tl.sum(p, 1)
+        acc = tl.dot(p.to(tl.float16), kn, acc * rescale[:, None])
+        m = m_new
+
+    o = acc / tl.where(first < last, norm, 1.0)[:, None]
+    offs_o = offs_h[:, None] * D + offs_d[None, :]
+    if SPLITS == 1:
+        tl.store(out_ptr + t.to(tl.int64) * (H * D) + offs_o, (o * kv_scale).to(tl.bfloat16))
+    else:
+        row = t.to(tl.int64) * SPLITS + split
+        tl.store(part_ptr + row * (H * D) + offs_o, o.to(tl.float16))
+        tl.store(lse_ptr + row * H + offs_h, m + tl.log2(norm))
+
+
+@_jit
+def _combine(
+    part_ptr,  # fp16 [total_q, SPLITS, 16, 512]
+    lse_ptr,  # fp32 [total_q, SPLITS, 16]
+    kv_scale_ptr,  # fp32 [1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # SPLITS rounded up to a power of two
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (512 / BLOCK_D, 16, total_q): weighs the partials of one head by 2^lse; no token at all gives zeros."""
+    H: tl.constexpr = 16
+    D: tl.constexpr = 512
+    offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    h = tl.program_id(1)
+    t = tl.program_id(2).to(tl.int64)
+    offs_s = tl.arange(0, BLOCK_S)
+    row = (t * SPLITS + offs_s) * H + h
+    lse = tl.load(lse_ptr + row, mask=offs_s < SPLITS, other=float("-inf"))
+    top = tl.max(lse, 0)
+    w = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - top))
+    # An empty split's partial is never read: it may hold anything.
+    part = tl.load(part_ptr + row[:, None] * D + offs_d[None, :], mask=(lse != float("-inf"))[:, None], other=0.0)
+    total = tl.sum(w, 0)
+    o = tl.sum(part.to(tl.float32) * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (t * H + h) * D + offs_d, (o * tl.load(kv_scale_ptr)).to(tl.bfloat16))
+
+
+# ---- tuning table ----
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the tuning table is keyed by: `name` is "cpu", "sm90", "gfx950" or "gpu"; `num_cu` its SMs or CUs."""
+
+    name: str
+    num_cu: int = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run one shape. `splits == 0` asks `choose_splits`; fields an arm does not use are ignored by it."""
+
+    arm: str
+    splits: int = 0
+    block_n: int = 64
+    num_warps: int = 8
+    programs_per_cu: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """Configurations, best first, for a target and, unless None, one batch size and one KV length."""
+
+    target: str
+    batch_size: int | None
+    kv_seq_len: int | None
+    configs: tuple[Config, ...]
+
+
+_TORCH = (Config("torch_bmm"), Config("torch_chunked"))
+TABLE: tuple[Row, ...] = (
+    Row("cpu", None, None, (Config("torch_chunked"),)),
+    Row("sm90", None, None, (Config("triton_fp8"), *_TORCH)),
+    Row("gfx950", None, None, (Config("triton_fp8"), *_TORCH)),
+    Row("gpu", None, None, (Config("triton_fp8"), *_TORCH)),
+)
+
+MAX_SPLITS = 32
+
+
+def choose_splits(rows: int, kv_len: int, block_n: int, slots: int) -> int:
+    """Splits per sequence that minimise the modelled time of one call, in units of one tile's time.
+
+    `rows` query rows over `kv_len` tokens in tiles of `block_n`, on a machine that runs `slots` programs at a time.
+    A round of programs costs its tiles plus one tile of start-up; each split's partial is written and read back:
+    2 x 16 KiB against 36 KiB for a 64-token tile, about one tile of traffic, shared by all slots; splitting at all
+    costs a second pass of about two tiles' time.
+
+    Worked example, 132 slots, tiles of 64: 32 rows x 8192 are 128 tiles each. 1 split: 1 round x 129 = 129.
+    4 splits: 128 programs, 1 round x 33 + 1 + 2 = 36. 8 splits: 256 programs, 2 rounds x 17 + 2 + 2 = 38. So 4.
+    """
+    tiles = -(-kv_len // block_n)
+
+    def time_tiles(splits: int) -> float:
+        rounds = -(-rows * splits // slots)
+        merge = 0 if splits == 1 else 2 + rows * splits / slots
+        return rounds * (-(-tiles // splits) + 1) + merge
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=time_tiles)
+
+
+def select_config(batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1) -> tuple[Config, ...]:
+    """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in."""
+    for row in TABLE:
+        if row.target == target.name and row.batch_size in (None, batch_size) and row.kv_seq_len in (None, kv_seq_len):
+            return tuple(
+                config
+                if config.splits or not target.num_cu
+                else replace(
+                    config,
+                    splits=choose_splits(
+                        batch_size * q_seq_len, kv_seq_len, config.block_n, target.num_cu * config.programs_per_cu
+                    ),
+                )
+                for config in row.configs
+            )
+    raise ValueError(f"target: expected one of {sorted({row.target for row in TABLE})}, got {target.name!r}")
+
+
+# ---- arguments ----
+
+
+def _expect(ok: bool, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
+    if not ok:
+        raise error(f"{name}: expected {expected}, got {got}")
+
+
+def _check_tensor(
+    name: str, x: object, dtypes: tuple[torch.dtype, ...], rank: int, device: torch.device | None
+) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    _expect(x.dtype in dtypes, name, f"dtype {' or '.join(map(str, dtypes))}", x.dtype, TypeError)
+    _expect(x.dim() == rank, name, f"{rank} dimensions", f"shape {tuple(x.shape)}")
+    _expect(device is None or x.device == device, name, f"device {device} (that of q)", x.device)
+
+
+_CONFIG = {
+    "num_heads": H_Q,
+    "num_kv_heads": 1,
+    "qk_head_dim": D_QK,
+    "kv_lora_rank": D_V,
+    "qk_rope_head_dim": D_ROPE,
+    "v_head_dim": D_V,
+}
+
+
+def check_arguments(data: object) -> None:
+    """Raises TypeError, KeyError or ValueError naming the argument, what was expected and what came.
+
+    Values of the index pointers are checked on the CPU only: reading them on a GPU would synchronise. There it is the
+    caller's duty that kv_indptr rises from 0 to total_kv and that no sequence is longer than kv_seq_len.
+    """
+    if not isinstance(data, (tuple, list)) or len(data) != 5:
+        got = f"{len(data)} items" if isinstance(data, (tuple, list)) else type(data).__name__
+        raise TypeError(f"data: expected the tuple (q, kv_data, qo_indptr, kv_indptr, config), got {got}")
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    _check_tensor("q", q, (torch.bfloat16,), 3, None)
+    device = q.device
+    for name, x in (("kv_data", kv_data), ("config", config)):
+        _expect(isinstance(x, dict), name, "a dict", type(x).__name__, TypeError)
+    for name in CACHE_NAMES:
+        _expect(name in kv_data, f"kv_data[{name!r}]", "the key to be there", sorted(map(str, kv_data)), KeyError)
+    for name in ("batch_size", "q_seq_len", "kv_seq_len", "sm_scale", *_CONFIG):
+        _expect(name in config, f"config[{name!r}]", "the key to be there", sorted(map(str, config)), KeyError)
+    for name, value in _CONFIG.items():
+        _expect(config[name] == value, f"config[{name!r}]", str(value), config[name])
+    batch_size, s_q, s_kv = (config[name] for name in ("batch_size", "q_seq_len", "kv_seq_len"))
+    for name, value, least in (("batch_size", batch_size, 1), ("q_seq_len", s_q, 1), ("kv_seq_len", s_kv, 0)):
+        _expect(isinstance(value, int) and value >= least, f"config[{name!r}]", f"an int >= {least}", repr(value))
+    sm_scale = config["sm_scale"]
+    _expect(isinstance(sm_scale, float) and 0 < sm_scale < float("inf"), "config['sm_scale']", "a float > 0", sm_scale)
+
+    _expect(tuple(q.shape) == (batch_size * s_q, H_Q, D_QK), "q",
+            f"shape {(batch_size * s_q, H_Q, D_QK)} from config", tuple(q.shape))  # fmt: skip
+    bf16 = kv_data["bf16"]
+    _check_tensor("kv_data['bf16']", bf16, (torch.bfloat16,), 3, device)
+    total_kv = bf16.shape[0]
+    fp8, fp8_scale = _pair("fp8", kv_data["fp8"])
+    mxfp4, mxfp4_scale = _pair("mxfp4", kv_data["mxfp4"])
+    _check_tensor("kv_data['fp8'][0]", fp8, (torch.float8_e4m3fn,), 3, device)
+    for name, x in (("kv_data['bf16']", bf16), ("kv_data['fp8'][0]", fp8)):
+        _expect(tuple(x.shape) == (total_kv, 1, D_QK), name, f"shape {(total_kv, 1, D_QK)}", tuple(x.shape))
+        _expect(x.stride(2) == 1, name, "a last dimension of stride 1", f"strides {x.stride()}")
+    _expect(q.stride(2) == 1, "q", "a last dimension of stride 1", f"strides {q.stride()}")
+    _check_tensor("kv_data['fp8'][1]", fp8_scale, (torch.float32,), fp8_scale.dim(), device)
+    _expect(fp8_scale.numel() == 1, "kv_data['fp8'][1]", "one element", f"shape {tuple(fp8_scale.shape)}")
+    packed = tuple(getattr(torch, x) for x in ("float4_e2m1fn_x2", "uint8") if hasattr(torch, x))
+    e8m0 = tuple(getattr(torch, x) for x in ("float8_e8m0fnu", "uint8") if hasattr(torch, x))
+    _check_tensor("kv_data['mxfp4'][0]", mxfp4, packed, 3, device)
+    _expect(tuple(mxfp4.shape) == (total_kv, 1, D_QK // 2), "kv_data['mxfp4'][0]",
+            f"shape {(total_kv, 1, D_QK // 2)}", tuple(mxfp4.shape))  # fmt: skip
+    _check_tensor("kv_data['mxfp4'][1]", mxfp4_scale, e8m0, 2, device)
+    _expect(mxfp4_scale.shape[0] >= total_kv and mxfp4_scale.shape[1] >= D_QK // 32, "kv_data['mxfp4'][1]",
+            f"at least {(total_kv, D_QK // 32)}", tuple(mxfp4_scale.shape))  # fmt: skip
+    for name, x in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
+        _check_tensor(name, x, (torch.int32,), 1, device)
+        _expect(x.numel() == batch_size + 1, name, f"{batch_size + 1} elements (batch_size + 1)", x.numel())
+        _expect(x.is_contiguous(), name, "a contiguous tensor", f"strides {x.stride()}")
+    _expect(total_kv <= batch_size * s_kv, "config['kv_seq_len']",
+            f"at least the mean length, {total_kv} tokens / {batch_size} sequences", s_kv)  # fmt: skip
+    if device.type == "cpu":
+        _check_indptr("qo_indptr", qo_indptr.tolist(), total=batch_size * s_q, longest=s_q, uniform=True)
+        _check_indptr("kv_indptr", kv_indptr.tolist(), total=total_kv, longest=s_kv, uniform=False)
+
+
+def _pair(name: str, value: object) -> tuple[torch.Tensor, torch.Tensor]:
+    ok = isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(x, torch.Tensor) for x in value)
+    _expect(ok, f"kv_data[{name!r}]", "a pair of tensors (values, scales)", type(value).__name__, TypeError)
+    return value[0], value[1]
+
+
+def _check_indptr(name: str, indptr: list[int], total: int, longest: int, uniform: bool) -> None:
+    ends = (indptr[0], indptr[-1])
+    _expect(ends == (0, total), name, f"to go from 0 to {total}", f"{ends[0]} to {ends[1]}")
+    for i, (start, end) in enumerate(zip(indptr, indptr[1:], strict=False)):
+        length = end - start
+        _expect(length >= 0, name, "a non-decreasing sequence", f"{start}, {end} at {i}")
+        ok = length == longest if uniform else length <= longest
+        _expect(ok, name, f"steps of {'' if uniform else 'at most '}{longest}", f"{length} at {i}")
+
+
+# ---- launchers ----
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a call ran: the arm, the cache it read ("bf16", "fp8" or "mxfp4") and its configuration, readable."""
+
+    arm: str
+    kv: str
+    config: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known of a call without reading device memory; equal problems share a plan."""
+
+    device: torch.device
+    batch_size: int
+    q_seq_len: int
+    kv_seq_len: int
+    total_kv: int
+    sm_scale: float
+
+    @property
+    def total_q(self) -> int:
+        return self.batch_size * self.q_seq_len
+
+    @property
+    def uniform(self) -> bool:
+        """Every sequence has kv_seq_len tokens: kv_seq_len is the longest length, so only then do they add up."""
+        return self.total_kv == self.batch_size * self.kv_seq_len
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An arm bound to a problem: its configuration, output and scratch."""
+
+    problem: Problem
+    config: Config
+    selection: Selection
+    run: Callable[[tuple, Plan], torch.Tensor]
+
+
+_PLANS: dict[tuple, Plan] = {}
+_OUT: dict[Problem, torch.Tensor] = {}
+_PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+_BMM: dict[Problem, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _output(problem: Problem) -> torch.Tensor:
+    """bf16 (total_q, 16, 512), one per problem, reused by every call."""
+    if problem not in _OUT:
+        _OUT[problem] = torch.empty(problem.total_q, H_Q, D_V, dtype=torch.bfloat16, device=problem.device)
+    return _OUT[problem]
+
+
+def _partials(problem: Problem, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised fp16 partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
+    key = (problem.device, problem.total_q, splits)
+    if key not in _PARTIALS:
+        shape = (problem.total_q, splits, H_Q)
+        _PARTIALS[key] = (
+            torch.empty(*shape, D_V, dtype=torch.float16, device=problem.device),
+            torch.empty(shape, dtype=torch.float32, device=problem.device),
+        )
+    return _PARTIALS[key]
+
+
+def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+    """Two launches: partials, then the combine; one when the sequences are not split."""
+    q, kv_data, _, kv_indptr, _ = data
+    kv, kv_scale = kv_data["fp8"]
+    problem, config = plan.problem, plan.config
+    out = _output(problem)
+    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
+    _decode_fp8[(config.splits, problem.total_q)](
+        q, kv, kv_scale, kv_indptr, out, part, lse, problem.sm_scale * LOG2E, problem.q_seq_len,
+        q.stride(0), q.stride(1), kv.stride(0),
+        SPLITS=config.splits, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+    if config.splits > 1:
+        _launch_combine(part, lse, kv_scale, out)
+    return out
+
+
+def _launch_combine(part: torch.Tensor, lse: torch.Tensor, kv_scale: torch.Tensor, out: torch.Tensor) -> None:
+    total_q, splits = lse.shape[:2]
+    block_d = 512 if splits <= 8 else 256 if splits <= 16 else 128
+    _combine[(D_V // block_d, H_Q, total_q)](
+        part, lse, kv_scale, out, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d,
+        num_warps=4 if splits >= 8 else 2,
+    )  # fmt: skip
+
+
+def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
+    """Two batched matrix products over the bf16 cache, for equal lengths and one query a sequence."""
+    q, kv_data, _, _, _ = data
+    problem = plan.problem
+    kv = kv_data["bf16"].view(problem.batch_size, problem.kv_seq_len, D_QK)
+    out = _output(problem)
+    if problem not in _BMM:
+        scores = torch.empty(problem.batch_size, H_Q, problem.kv_seq_len, dtype=torch.bfloat16, device=q.device)
+        _BMM[problem] = (scores, torch.empty_like(scores, dtype=torch.float32))
+    scores, weights = _BMM[problem]
+    torch.bmm(q * problem.sm_scale, kv.transpose(1, 2), out=scores)
+    torch.softmax(scores, -1, dtype=torch.float32, out=weights)
+    scores.copy_(weights)
+    torch.bmm(scores, kv[..., :D_V], out=out)
+    return out
+
+
+CHUNK_BYTES = 64 << 20
+
+
+def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
+    """Float32 attention over the bf16 cache, one sequence after the other, its cache in chunks of CHUNK_BYTES.
+
+    Right for any lengths on any device, but it reads kv_indptr on the host, so it synchronises on a GPU.
+    """
+    q, kv_data, _, kv_indptr, _ = data
+    kv = kv_data["bf16"]
+    problem = plan.problem
+    out = _output(problem)
+    s_q = problem.q_seq_len
+    chunk = CHUNK_BYTES // (4 * D_QK)
+    indptr = kv_indptr.tolist()
+    hidden = torch.arange(s_q - 1, -1, -1, device=q.device)  # tokens at the end that query i does not see
+    for b in range(problem.batch_size):
+        rows = slice(b * s_q, (b + 1) * s_q)
+        qb = q[rows].float().reshape(s_q * H_Q, D_QK) * problem.sm_scale
+        m = torch.full((s_q * H_Q, 1), float("-inf"), device=q.device)
+        norm = torch.zeros_like(m)
+        acc = torch.zeros(s_q * H_Q, D_V, device=q.device)
+        for start in range(indptr[b], indptr[b + 1], chunk):
+            end = min(start + chunk, indptr[b + 1])
+            k = kv[start:end, 0].float()
+            x = qb @ k.T
+            if s_q > 1:
+                unseen = torch.arange(start, end, device=q.device) >= indptr[b + 1] - hidden[:, None]
+                x.view(s_q, H_Q, -1).masked_fill_(unseen[:, None, :], float("-inf"))
+            m_new = torch.maximum(m, x.amax(1, keepdim=True))
+            # A row that has seen no token yet keeps m = -inf; 0 stands in for it to avoid inf - inf.
+            base = m_new.masked_fill(m_new == float("-inf"), 0.0)
+            p = torch.exp(x - base)
+            rescale = torch.exp(m - base)
+            norm = norm * rescale + p.sum(1, keepdim=True)
+            acc = acc * rescale + p @ k[:, :D_V]
+            m = m_new
+        out[rows] = (acc / norm.masked_fill(norm == 0.0, 1.0)).view(s_q, H_Q, D_V)
+    return out
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to compute the result: the cache it reads, why it cannot serve a problem (None: it can), its launcher."""
+
+    kv: str
+    why_not: Callable[[Problem], str | None]
+    run: Callable[[tuple, Plan], torch.Tensor]
+
+
+def _no_gpu_triton(problem: Problem) -> str | None:
+    if triton is None:
+        return "Triton is not installed"
+    if problem.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the inputs are on {problem.device}, not on a GPU"
+    return None
+
+
+def _no_bmm(problem: Problem) -> str | None:
+    if problem.q_seq_len != 1:
+        return f"it takes one query a sequence, not {problem.q_seq_len}"
+    if not problem.uniform or problem.kv_seq_len == 0:
+        return "it takes sequences of one length, not an empty or ragged batch"
+    return None
+
+
+ARMS: dict[str, Arm] = {
+    "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
+    "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
+    "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked),
+}
+
+
+@cache
+def _target(device: torch.device) -> Target:
+    if device.type != "cuda":
+        return Target("cpu")
+    properties = torch.cuda.get_device_properties(device)
+    name = "gpu"
+    if getattr(properties, "gcnArchName", "").startswith("gfx950"):
+        name = "gfx950"
+    elif torch.version.cuda and (properties.major, properties.minor) == (9, 0):
+        name = "sm90"
+    return Target(name, properties.multi_processor_count)
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        print(f"mixed-mla: {message}", file=sys.stderr)
+
+
+def _forced_config(name: str, problem: Problem, candidates: tuple[Config, ...]) -> Config:
+    if name not in ARMS:
+        raise ValueError(f"MLA_BACKEND: expected one of {', '.join(ARMS)}, got {name!r}")
+    reason = ARMS[name].why_not(problem)
+    if reason:
+        raise ValueError(f"MLA_BACKEND={name}: expected an arm that can serve this call, but {reason}")
+    for config in candidates:
+        if config.arm == name:
+            return config
+    slots = max(1, _target(problem.device).num_cu)
+    return Config(name, splits=choose_splits(problem.total_q, problem.kv_seq_len, Config.block_n, slots))
+
+
+def _make_plan(problem: Problem, forced: str) -> Plan:
+    target = _target(problem.device)
+    candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len)
+    if forced:
+        config = _forced_config(forced, problem, candidates)
+    else:
+        reasons = {c: ARMS[c.arm].why_not(problem) for c in candidates}
+        config = next(c for c in candidates if reasons[c] is None)
+        passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(config)]]
+        if passed_over:
+            _say_once(f"fell back to {config.arm} ({'; '.join(passed_over)})")
+        elif target.name == "cpu":
+            _say_once(f"no GPU in use, so {config.arm} computes on the CPU")
+    arm = ARMS[config.arm]
+    return Plan(problem, config, Selection(config.arm, arm.kv, _describe(config)), arm.run)
+
+
+def _describe(config: Config) -> str:
+    if not config.splits:
+        return "torch"
+    return f"splits={config.splits} block_n={config.block_n} num_warps={config.num_warps}"
+
+
+_last: Plan | None = None
+
+
+def last_run() -> Selection | None:
+    """What the latest `custom_kernel` call of this process ran; None before the first."""
+    return _last.selection if _last else None
+
+
+def _key(data: tuple) -> tuple:
+    """Everything about a call that its checks and its plan depend on, read without touching the device."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    tensors = (q, kv_data["bf16"], *kv_data["fp8"], *kv_data["mxfp4"], qo_indptr, kv_indptr)
+    layout = tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
+    return layout, tuple(config.items()), os.environ.get("MLA_BACKEND", "")
+
+
+def custom_kernel(data: tuple) -> torch.Tensor:
+    """MLA decode attention over every token of the cache.
+
+    `data` is (q, kv_data, qo_indptr, kv_indptr, config):
+      q          bfloat16 (batch_size * q_seq_len, 16, 576), any strides with the last one 1
+      kv_data    "bf16": bfloat16 (total_kv, 1, 576); "fp8": (float8_e4m3fn (total_kv, 1, 576), float32 scale (1,));
+                 "mxfp4": (packed E2M1 (total_kv, 1, 288), E8M0 scales, at least (total_kv, 18))
+      qo_indptr, kv_indptr   int32 (batch_size + 1,), the rows of each sequence; queries are uniform
+      config     batch_size, q_seq_len, kv_seq_len (the length of every sequence, or the longest), sm_scale, dimensions
+
+    Returns bfloat16 (batch_size * q_seq_len, 16, 512), owned by this module, valid until the next call with the same
+    shapes. Query i of a sequence sees all but its last q_seq_len - 1 - i tokens; without a token to see it is zero.
+    Raises TypeError, KeyError or ValueError for arguments that do not fit (see `check_arguments`).
+    """
+    global _last
+    try:
+        key = _key(data)
+        plan = _PLANS.get(key)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        check_arguments(data)
+        raise
+    if plan is None or data[0].device.type == "cpu":
+        check_arguments(data)
+    if plan is None:
+        q, kv_data, _, _, config = data
+        problem = Problem(
+            q.device, config["batch_size"], config["q_seq_len"], config["kv_seq_len"], kv_data["bf16"].shape[0],
+            config["sm_scale"],
+        )  # fmt: skip
+        plan = _PLANS[key] = _make_plan(problem, os.environ.get("MLA_BACKEND", ""))
+    _last = plan
+    return plan.run(data, plan)
