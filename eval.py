@@ -1,0 +1,671 @@
+"""Judge a submission: the leaderboard's evaluation protocol, and the same protocol for a person at a terminal.
+
+    POPCORN_FD=3 python eval.py MODE CASEFILE     the platform's form; `key: value` lines go to the descriptor
+    python eval.py test                           a person's form, see `python eval.py --help` (needs the extra `cli`)
+
+MODE is `test`, `benchmark`, `leaderboard` or `profile`. Exit codes: 0 all checks passed, 2 wrong usage, 111 no usable
+`POPCORN_FD`, 112 a check failed, 113 bad case file. The platform's form needs torch and the standard library only.
+
+One spawned worker process imports the submission and serves all cases, so its module state lives from case to case.
+Only the worker imports torch. It is replaced when it dies, hangs past the limit, or loses its GPU context.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import importlib.util
+import math
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+MODES = ("test", "benchmark", "leaderboard", "profile")
+
+EXIT_OK = 0
+EXIT_USAGE = 2
+EXIT_NO_DESCRIPTOR = 111
+EXIT_CHECK_FAILED = 112
+EXIT_BAD_CASE_FILE = 113
+
+# The cold-cache flush writes FLUSH_LLC_MULTIPLE times the last-level cache, over and over until FLUSH_GPU_BYTES are
+# drawn: on a GPU it must also outlast the host's launch work, which the official flush (62.5 GiB) hides.
+FLUSH_LLC_MULTIPLE = 8
+FLUSH_GPU_BYTES = 8 << 30
+# CDNA3/4 report their 4 MB L2; the 256 MB Infinity Cache behind it is what keeps data between calls.
+INFINITY_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
+ASSUMED_CPU_LLC_BYTES = 64 << 20
+
+
+class CaseFileError(ValueError):
+    """A case file that cannot be read or parsed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TestCase:
+    """Keyword arguments of `reference.generate_input`, and the text they came from."""
+
+    args: dict[str, Any]
+    spec: str
+
+    __test__ = False  # pytest would collect the class by its name
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Times of one case in nanoseconds; `err` is the standard error of the mean, NaN for a single run."""
+
+    runs: int
+    mean: float
+    std: float
+    err: float
+    best: float
+    worst: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How often one case is timed: whichever of the limits comes first ends it, but never before three runs.
+
+    `recheck` draws a new input for every run (seed + 13) and checks every output.
+    """
+
+    recheck: bool
+    max_repeats: int
+    max_time_ns: float
+    max_wall_ns: float = 120e9
+
+
+WARM_UP = {"benchmark": Protocol(False, 100, 1e8), "leaderboard": Protocol(False, 100, 1e7)}
+PROTOCOLS = {"benchmark": Protocol(False, 1000, 50e9), "leaderboard": Protocol(True, 100, 30e9)}
+SEED_STEP = 13
+MIN_RUNS = 3
+TARGET_RELATIVE_ERROR = 0.001
+
+
+def combine_seeds(case_seed: int, secret_seed: int) -> int:
+    """Cantor-style pairing: large whenever the secret seed is, so that public case seeds tell nothing about it."""
+    total = case_seed + secret_seed
+    return case_seed + total * (total + 1) // 2
+
+
+_CASE_FIELD = re.compile(r"\s*([a-zA-Z_]\w*):\s*([a-zA-Z_]\w*|[+-]?[0-9]+)\s*")
+
+
+def parse_case(line: str) -> TestCase:
+    """Parse `name: value; name: value`; a value is an integer, `true`, `false` or a word.
+
+    Raises CaseFileError naming the part that does not fit.
+    """
+    args: dict[str, Any] = {}
+    for part in line.split(";"):
+        field = _CASE_FIELD.fullmatch(part)
+        if field is None:
+            raise CaseFileError(f"invalid test case {line!r}: expected 'name: value', got {part!r}")
+        name, word = field.groups()
+        if re.fullmatch(r"[+-]?[0-9]+", word):
+            args[name] = int(word)
+        else:
+            args[name] = {"true": True, "false": False}.get(word, word)
+    return TestCase(args, line)
+
+
+def read_case_file(path: str | os.PathLike[str], secret_seed: int | None = None) -> list[TestCase]:
+    """Read one case a line; with `secret_seed`, each case's `seed` is combined with it.
+
+    Raises CaseFileError if the file cannot be read, has no case, or has a line (a blank one included) that is no case.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaseFileError(f"cannot read case file {str(path)!r}: {error}") from error
+    if not lines:
+        raise CaseFileError(f"case file {str(path)!r} has no case")
+    cases = [parse_case(line) for line in lines]
+    if secret_seed is not None:
+        for case in cases:
+            if "seed" in case.args:
+                case.args["seed"] = combine_seeds(case.args["seed"], secret_seed)
+    return cases
+
+
+def calculate_stats(durations_ns: list[float]) -> Stats:
+    """Mean, sample standard deviation, standard error, best and worst of a non-empty list of times."""
+    runs = len(durations_ns)
+    mean = sum(durations_ns) / runs
+    variance = sum((duration - mean) ** 2 for duration in durations_ns) / (runs - 1) if runs > 1 else math.nan
+    std = math.sqrt(variance)
+    return Stats(runs, mean, std, std / math.sqrt(runs), min(durations_ns), max(durations_ns))
+
+
+def should_stop(durations_ns: list[float], wall_ns: float, protocol: Protocol) -> bool:
+    """The official stop rule, asked after every run: precise enough, or out of kernel time, or out of wall time."""
+    if len(durations_ns) < MIN_RUNS:
+        return False
+    stats = calculate_stats(durations_ns)
+    return (
+        stats.err < TARGET_RELATIVE_ERROR * stats.mean
+        or stats.mean * stats.runs > protocol.max_time_ns
+        or wall_ns > protocol.max_wall_ns
+    )
+
+
+def clone_data(data: Any) -> Any:
+    """Clone every tensor in a nest of tuples, lists and dicts; anything else is passed on as it is."""
+    if isinstance(data, tuple | list):
+        return type(data)(clone_data(item) for item in data)
+    if isinstance(data, dict):
+        return {key: clone_data(value) for key, value in data.items()}
+    return data.clone() if hasattr(data, "clone") else data
+
+
+def last_level_cache_bytes() -> tuple[int, str]:
+    """Size of the device's last-level cache, and where the number comes from."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        arch = getattr(properties, "gcnArchName", "").split(":")[0]
+        if arch in INFINITY_CACHE_BYTES:
+            return INFINITY_CACHE_BYTES[arch], "Infinity Cache"
+        return properties.L2_cache_size, "L2"
+    sizes = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with contextlib.suppress(OSError, ValueError):
+            kilobytes = (index / "size").read_text().strip().removesuffix("K")
+            sizes[int((index / "level").read_text())] = int(kilobytes) << 10
+    if not sizes:
+        return ASSUMED_CPU_LLC_BYTES, "assumed, the system does not tell"
+    return sizes[max(sizes)], f"L{max(sizes)}"
+
+
+class ColdTimer:
+    """Times calls that start with a cold last-level cache.
+
+    On a GPU the flush is asynchronous and the time lies between two events, so launch work hides behind the flush
+    unless the call synchronises. On a CPU the flush is done when the clock starts.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        self.on_gpu = torch.cuda.is_available()
+        self.llc_bytes, self.llc_source = last_level_cache_bytes()
+        self.flush_bytes = FLUSH_LLC_MULTIPLE * self.llc_bytes
+        if self.on_gpu:
+            self.flush_bytes = min(self.flush_bytes, torch.cuda.mem_get_info()[0] // 4)
+        self._passes = max(1, FLUSH_GPU_BYTES // self.flush_bytes) if self.on_gpu else 1
+        self._scratch = torch.empty(self.flush_bytes // 4, device="cuda" if self.on_gpu else "cpu")
+
+    def describe(self) -> str:
+        how = "GPU events around the call" if self.on_gpu else "host clock around the call"
+        drawn = f"{self._passes} x {self.flush_bytes >> 20} MiB written before each call"
+        return f"{how}; cold cache: {drawn}, {self.llc_source} {self.llc_bytes >> 20} MiB"
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            self._torch.cuda.synchronize()
+
+    def flush(self) -> None:
+        for _ in range(self._passes):
+            if self.on_gpu:
+                self._scratch.normal_()
+            else:
+                self._scratch.fill_(1.0)
+
+    def time_ns(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Run `call` once from a cold cache; returns its time in nanoseconds and its result."""
+        self.synchronize()
+        self.flush()
+        if not self.on_gpu:
+            start_ns = time.perf_counter_ns()
+            result = call()
+            return float(time.perf_counter_ns() - start_ns), result
+        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = call()
+        end.record()
+        self.synchronize()
+        return start.elapsed_time(end) * 1e6, result
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "not installed"
+
+
+def _command_output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _driver_version() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    if torch.version.hip:
+        with contextlib.suppress(OSError):
+            return f"amdgpu {Path('/sys/module/amdgpu/version').read_text().strip()}, HIP {torch.version.hip}"
+        return f"HIP {torch.version.hip}"
+    driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    return f"{driver or 'unknown'}, CUDA {torch.version.cuda}"
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        if found:
+            return found[1].strip()
+    return "unknown CPU"
+
+
+def describe_environment(timer: ColdTimer) -> dict[str, str]:
+    """What a reader of a measurement needs to know: timing method, device, versions and commit."""
+    import torch
+
+    if timer.on_gpu:
+        device = torch.cuda.get_device_name(0)
+    else:
+        device = f"CPU, {_cpu_name()}, {torch.get_num_threads()} threads"
+    commit = _command_output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    if commit != "unknown" and _command_output("git", "status", "--porcelain", "--untracked-files=no"):
+        commit += " with local changes"
+    return {
+        "timing": timer.describe(),
+        "device": device,
+        "driver": _driver_version(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": _version("triton", "pytorch-triton-rocm"),
+        "aiter": _version("amd-aiter", "aiter"),
+        "commit": commit,
+    }
+
+
+def _one_line(text: object) -> str:
+    return " | ".join(line.strip() for line in str(text).splitlines() if line.strip())
+
+
+def _explain(error: BaseException, submission: Path) -> str:
+    """One line for any exception, with the submission's line it passed through last."""
+    text = f"{type(error).__name__}: {_one_line(error)}"
+    if isinstance(error, SyntaxError):
+        return text
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(submission)]
+    return f"{text} ({submission.name}, line {lines[-1]})" if lines else text
+
+
+class _Session:
+    """The worker's side: the loaded submission and the operations the parent may ask for.
+
+    Operations return plain dicts, so that nothing the submission defines has to be pickled.
+    """
+
+    def __init__(self, submission: Path, report: Callable[[int, int], None]) -> None:
+        self.submission = submission
+        self._report = report
+        self._module: Any = None
+        self._timer: ColdTimer | None = None
+
+    @property
+    def timer(self) -> ColdTimer:
+        if self._timer is None:
+            self._timer = ColdTimer()
+        return self._timer
+
+    def _kernel(self) -> Callable[[Any], Any]:
+        if self._module is None:
+            spec = importlib.util.spec_from_file_location("submission", self.submission)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{self.submission} is not a Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules["submission"] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules["submission"]
+                raise
+            self._module = module
+        if not callable(getattr(self._module, "custom_kernel", None)):
+            raise AttributeError(f"{self.submission.name} defines no function custom_kernel")
+        return self._module.custom_kernel
+
+    def _selection(self) -> dict[str, str | None]:
+        """What ran, in the submission's own words; a submission without `last_run` does not say."""
+        last_run = getattr(self._module, "last_run", None)
+        selection = last_run() if callable(last_run) else None
+        return {name: getattr(selection, name, None) for name in ("arm", "kv", "config")}
+
+    def _verdict(self, data: Any, output: Any, full: bool) -> dict[str, Any]:
+        """Check one output; `full` adds what a person wants to see to the platform's (good, message) pair."""
+        import reference
+
+        selection = self._selection()
+        if not full:
+            good, message = reference.check_implementation(data, output)
+            return {"good": good, "message": _one_line(message), **selection}
+        strict = reference.strict_check(data, output, selection["kv"])
+        official_good, official_message = reference.official_check(data, output)
+        return {
+            "good": strict.ok,
+            "message": _one_line(strict.message),
+            **selection,
+            "kv": strict.kv,
+            "strict": {field.name: getattr(strict, field.name) for field in dataclasses.fields(strict)},
+            "official_good": official_good,
+            "official_message": _one_line(official_message),
+        }
+
+    def environment(self) -> dict[str, Any]:
+        return {"good": True, "on_gpu": self.timer.on_gpu, **describe_environment(self.timer)}
+
+    def test(self, args: dict[str, Any], full: bool = False) -> dict[str, Any]:
+        import reference
+
+        kernel = self._kernel()
+        data = reference.generate_input(**args)
+        self.timer.synchronize()
+        start_ns = time.perf_counter_ns()
+        output = kernel(clone_data(data))
+        self.timer.synchronize()
+        wall_ns = time.perf_counter_ns() - start_ns
+        gc.collect()  # the cloned caches must go before the check asks for its own memory
+        return {**self._verdict(data, output, full), "first_call_ns": wall_ns}
+
+    def benchmark(self, args: dict[str, Any], protocol: Protocol, full: bool = False) -> dict[str, Any]:
+        """Time one case; `full` times the reader kernel over the same bytes after every run."""
+        import reference
+
+        kernel = self._kernel()
+        args = dict(args)
+        data = reference.generate_input(**args)
+        untouched = clone_data(data)
+        verdict = self._verdict(untouched, kernel(data), full)
+        del untouched
+        if not verdict["good"]:
+            return verdict
+
+        reader = None
+        if full:
+            from bench.reader import Reader, cache_tensors
+
+            reader = Reader(cache_tensors(data, verdict["kv"]), self.timer)
+            verdict["kv_bytes"] = reader.read_bytes
+
+        durations_ns: list[float] = []
+        reader_ns: list[float] = []
+        start_ns = time.perf_counter_ns()
+        for run in range(protocol.max_repeats):
+            untouched = None
+            if protocol.recheck:
+                if "seed" in args:
+                    args["seed"] += SEED_STEP
+                data = reference.generate_input(**args)
+                untouched = clone_data(data)
+            duration_ns, output = self.timer.time_ns(lambda data=data: kernel(data))
+            if protocol.recheck:
+                good, message = reference.check_implementation(untouched, output)
+                if not good:
+                    return {**verdict, "good": False, "message": f"run {run}: {_one_line(message)}"}
+            del output, untouched
+            durations_ns.append(duration_ns)
+            if reader is not None:
+                if protocol.recheck:
+                    reader.tensors = cache_tensors(data, verdict["kv"])
+                reader_ns.append(self.timer.time_ns(reader)[0])
+            self._report(run + 1, protocol.max_repeats)
+            if should_stop(durations_ns, time.perf_counter_ns() - start_ns, protocol):
+                break
+        return {**verdict, "durations_ns": durations_ns, "reader_ns": reader_ns}
+
+    def profile(self, args: dict[str, Any], trace: str | None = None, warm: bool = False) -> dict[str, Any]:
+        """Profile one call; `warm` makes one call before it, so that compilation is left out."""
+        from torch.profiler import ProfilerActivity, profile
+
+        import reference
+
+        kernel = self._kernel()
+        data = reference.generate_input(**args)
+        if warm:
+            kernel(data)
+        self.timer.synchronize()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.timer.on_gpu else [ProfilerActivity.CPU]
+        with profile(activities=activities) as profiler:
+            kernel(data)
+            self.timer.synchronize()
+        if trace is not None:
+            profiler.export_chrome_trace(trace)
+        sort_key = "self_cuda_time_total" if self.timer.on_gpu else "self_cpu_time_total"
+        report = profiler.key_averages().table(sort_by=sort_key, row_limit=20)
+        return {"good": True, "message": "", "report": report, **self._selection()}
+
+    def gpu_is_lost(self) -> bool:
+        try:
+            if self._timer is not None:
+                self._timer.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+
+def _serve(connection: Any, submission: Path) -> None:
+    """Main loop of the worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for folder in (str(submission.parent), str(ROOT)):
+        if folder not in sys.path:
+            sys.path.append(folder)
+    session = _Session(submission, lambda done, total: connection.send(("progress", (done, total))))
+    while True:
+        operation, arguments = connection.recv()
+        try:
+            answer = ("result", getattr(session, operation)(**arguments))
+        except BaseException as error:
+            answer = ("error", {"message": _explain(error, submission), "fatal": session.gpu_is_lost()})
+        connection.send(answer)
+        gc.collect()
+
+
+class Worker:
+    """The parent's side: a context manager around the one worker process."""
+
+    def __init__(self, submission: Path, timeout_s: float | None = None) -> None:
+        self._submission = submission
+        self._timeout_s = timeout_s
+        self._process: Any = None
+        self._connection: Any = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._submission), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _stop(self) -> int | None:
+        """End the process; returns its exit code if it was running or had died."""
+        if self._process is None:
+            return None
+        self._process.kill()
+        self._process.join()
+        exit_code = self._process.exitcode
+        self._connection.close()
+        self._process = None
+        return exit_code
+
+    def ask(
+        self, operation: str, on_progress: Callable[[int, int], None] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Run one operation of the worker.
+
+        An exception, a dead worker or a wait past the limit comes back as `{"good": False, "message": ...}`.
+        """
+        if self._process is None:
+            self._start()
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        try:
+            self._connection.send((operation, arguments))
+            while True:
+                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not self._connection.poll(left_s):
+                    self._stop()
+                    return {"good": False, "message": f"no result within {self._timeout_s:g} s, worker ended"}
+                kind, answer = self._connection.recv()
+                if kind == "progress":
+                    if on_progress is not None:
+                        on_progress(*answer)
+                    continue
+                if kind == "result":
+                    return answer
+                if answer["fatal"]:
+                    self._stop()
+                return {"good": False, "message": answer["message"]}
+        except (EOFError, OSError):
+            self._process.join(timeout=5)
+            exit_code = self._process.exitcode
+            self._stop()
+            return {"good": False, "message": f"worker process died, exit code {exit_code}"}
+
+
+class _PopcornOutput:
+    """Writes `key: value` lines to the descriptor the platform listens on."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+
+    def __enter__(self) -> "_PopcornOutput":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def log(self, key: str, value: object) -> None:
+        print(f"{key}: {value}", file=self._file, flush=True)
+
+
+def _run_tests(out: _PopcornOutput, worker: Worker, cases: list[TestCase]) -> bool:
+    passed = True
+    out.log("test-count", len(cases))
+    for index, case in enumerate(cases):
+        out.log(f"test.{index}.spec", case.spec)
+        answer = worker.ask("test", args=case.args)
+        out.log(f"test.{index}.status", "pass" if answer["good"] else "fail")
+        if answer["message"]:
+            out.log(f"test.{index}.{'message' if answer['good'] else 'error'}", answer["message"])
+        passed = passed and answer["good"]
+    return passed
+
+
+def _run_benchmarks(out: _PopcornOutput, worker: Worker, cases: list[TestCase], mode: str) -> bool:
+    worker.ask("benchmark", args=cases[0].args, protocol=WARM_UP[mode])  # its failure shows in the first case
+    out.log("benchmark-count", len(cases))
+    for index, case in enumerate(cases):
+        out.log(f"benchmark.{index}.spec", case.spec)
+        answer = worker.ask("benchmark", args=case.args, protocol=PROTOCOLS[mode])
+        if not answer["good"]:
+            out.log(f"benchmark.{index}.status", "fail")
+            out.log(f"benchmark.{index}.error", answer["message"])
+            return False
+        for name, value in dataclasses.asdict(calculate_stats(answer["durations_ns"])).items():
+            out.log(f"benchmark.{index}.{name}", value)
+    return True
+
+
+def _run_profiles(out: _PopcornOutput, worker: Worker, cases: list[TestCase]) -> bool:
+    out.log("benchmark-count", len(cases))
+    for index, case in enumerate(cases):
+        out.log(f"benchmark.{index}.spec", case.spec)
+        answer = worker.ask("profile", args=case.args)
+        if not answer["good"]:
+            out.log(f"benchmark.{index}.status", "fail")
+            out.log(f"benchmark.{index}.error", answer["message"])
+            return False
+        # The alternative alphabet is the platform's: its reader decodes with the same two characters.
+        out.log(f"benchmark.{index}.report", base64.b64encode(answer["report"].encode(), b"+*").decode())
+    return True
+
+
+def platform_main(argv: list[str]) -> int:
+    """The platform's form of the command; reads and removes `POPCORN_FD` and `POPCORN_SEED`. Returns the exit code."""
+    descriptor, secret = os.environ.pop("POPCORN_FD"), os.environ.pop("POPCORN_SEED", "")
+    if len(argv) != 2:
+        print("usage: python eval.py MODE CASEFILE", file=sys.stderr)
+        return EXIT_USAGE
+    mode, case_file = argv
+    try:
+        secret_seed = int(secret) if secret else None
+    except ValueError:
+        print(f"POPCORN_SEED: expected an integer, got {secret!r}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        cases = read_case_file(case_file, secret_seed)
+    except CaseFileError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CASE_FILE
+    if mode not in MODES:
+        print(f"MODE: expected one of {', '.join(MODES)}, got {mode!r}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        out = _PopcornOutput(int(descriptor))
+    except (ValueError, OSError) as error:
+        print(f"POPCORN_FD: expected an open file descriptor, got {descriptor!r}: {error}", file=sys.stderr)
+        return EXIT_NO_DESCRIPTOR
+    with out, Worker(ROOT / "submission.py") as worker:
+        if mode == "test":
+            passed = _run_tests(out, worker, cases)
+        elif mode == "profile":
+            passed = _run_profiles(out, worker, cases)
+        else:
+            passed = _run_benchmarks(out, worker, cases, mode)
+        out.log("check", "pass" if passed else "fail")
+    return EXIT_OK if passed else EXIT_CHECK_FAILED
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Choose the audience: with `POPCORN_FD` in the environment the platform, else a person. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if os.environ.get("POPCORN_FD"):
+        return platform_main(argv)
+    if len(argv) == 2 and not any(word.startswith("-") for word in argv):
+        print("POPCORN_FD is not set; to run a case file by hand use `--cases FILE`", file=sys.stderr)
+        return EXIT_NO_DESCRIPTOR
+    try:
+        from bench.cli import app
+    except ModuleNotFoundError as error:
+        print(
+            f"{error}; without POPCORN_FD, eval.py is a command line that needs the extra `cli`: "
+            "pip install -e '.[cli]'",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    return app(argv, prog_name="python eval.py")
+
+
+if __name__ == "__main__":
+    # Under its own name, so that the worker unpickles the very classes the parent sends.
+    from eval import main as run
+
+    sys.exit(run())
