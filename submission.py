@@ -35,6 +35,20 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:
+    gluon = None
 
 H_Q = 16  # query heads
 D_V = 512  # value dims: the latent part of a cache row
@@ -47,6 +61,11 @@ CACHE_NAMES = ("bf16", "fp8", "mxfp4")
 def _jit(fn):
     """`triton.jit` where Triton is installed; elsewhere the kernels stay plain, uncalled functions."""
     return fn if triton is None else triton.jit(fn)
+
+
+def _gluon_jit(fn):
+    """`gluon.jit`, likewise."""
+    return fn if gluon is None else gluon.jit(fn)
 
 
 # ---- device helpers ----
@@ -164,6 +183,7 @@ def _combine(
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # launched while the partials are still being written (CUDA only)
 ):
     """Grid (512 / BLOCK_D, 16, total_q): weighs the partials of one head by 2^lse; no token at all gives zeros."""
     H: tl.constexpr = 16
@@ -173,6 +193,8 @@ def _combine(
     t = tl.program_id(2).to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
     row = (t * SPLITS + offs_s) * H + h
+    if DEPENDENT:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     lse = tl.load(lse_ptr + row, mask=offs_s < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
     w = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - top))
@@ -181,6 +203,322 @@ def _combine(
     total = tl.sum(w, 0)
     o = tl.sum(part.to(tl.float32) * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + (t * H + h) * D + offs_d, (o * tl.load(kv_scale_ptr)).to(tl.bfloat16))
+
+
+# ---- Gluon: one launch ----
+
+
+@_gluon_jit
+def _arrive_last(ticket_ptr, SPLITS: gl.constexpr):
+    """Whether this program is the last of its query row's SPLITS to arrive; leaves the ticket at zero when it is.
+
+    The barrier puts every thread's partial before the one thread that takes the ticket; release makes them visible to
+    the device with it, acquire keeps the last program's reads behind it. Nobody waits, so no residency is needed, and
+    the ticket is back at zero for the next launch or graph replay.
+    """
+    gl.thread_barrier()
+    last = gl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if last:
+        gl.store(ticket_ptr, 0)
+    return last
+
+
+@_gluon_jit
+def _merge_partials(
+    part_ptr,  # fp16 [SPLITS, 16, 512] of one query row
+    lse_ptr,  # fp32 [SPLITS, 16]
+    out_ptr,  # bf16 [16, 512]
+    kv_scale,
+    SPLITS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
+    offs_h = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    offs = offs_h[:, None] * 512 + gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))[None, :]
+    top = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    for s in gl.static_range(SPLITS):
+        top = gl.maximum(top, gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg"))
+    norm = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
+    acc = gl.zeros([16, 512], gl.float32, LAYOUT)
+    for s in gl.static_range(SPLITS):
+        lse = gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg")
+        mask = lse != float("-inf")
+        w = gl.where(mask, gl.exp2(lse - top), 0.0)
+        part = gl.load(part_ptr + s * 8192 + offs, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+        norm += w
+        acc += part.to(gl.float32) * w[:, None]
+    o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))[:, None]
+    gl.store(out_ptr + offs, o.to(gl.bfloat16))
+
+
+# ---- Gluon: Hopper ----
+
+
+@_gluon_jit
+def _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row, pred):
+    """TMA of the 64 raw rows at `row`, 576 bytes each, into ring slot `slot`."""
+    bar = bars.index(slot)
+    mbarrier.expect(bar, 64 * 576, pred=pred)
+    tma.async_copy_global_to_shared(kn_desc, [row, 0], bar, kn_smem.index(slot), pred=pred)
+    tma.async_copy_global_to_shared(kr_desc, [row, 512], bar, kr_smem.index(slot), pred=pred)
+
+
+@_gluon_jit
+def _exp2(x):
+    """2^x by the special function unit, denormal results flushed to zero."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@_gluon_jit
+def _hi_lo(x, up):
+    """x * up as the sum of two e4m3 numbers, exact for bf16 x down to about 2^-20 of the scaled maximum.
+
+    hi is x * up rounded to 4 significant bits on its float32 pattern: converting a fresh e4m3 pair back to fp16 is
+    miscompiled by ptxas, so lo is not taken from the converted hi.
+    """
+    x = x.to(gl.float32) * up
+    hi = ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
+    return hi.to(gl.float8e4nv), (x - hi).to(gl.float8e4nv)
+
+
+@_gluon_jit
+def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, V_LAYOUT: gl.constexpr):
+    """O^T += V^T P^T for 128 dims: V^T from registers, P^T from shared memory.
+
+    v_smem views two neighbouring dims as one int16, so a transposing ldmatrix fetches V^T; one byte permute and two
+    conversions split a register of two tokens into the even and the odd dim.
+    """
+    even, odd = gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
+        " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
+        "=r,=r,r", [v_smem.permute((1, 0)).load(V_LAYOUT)], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+    acc_even = warpgroup_mma(even, p_smem, acc_even, is_async=True)
+    acc_odd = warpgroup_mma(odd, p_smem, acc_odd, is_async=True)
+    return acc_even, acc_odd
+
+
+@_gluon_jit
+def _hopper_clear_tail(kn_tile, valid):
+    """Zeroes rows [valid, 64) of a tile: they may hold NaN, which a weight of zero does not silence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    words = kn_tile._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32, 2))
+    keep = (gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) < valid)[:, None]
+    for c in gl.static_range(4):
+        chunk = words.slice(c * 32, 32, 1)
+        rows = chunk.load(LAYOUT)
+        chunk.store(gl.where(keep, rows, gl.zeros_like(rows)))
+
+
+@_gluon_jit
+def _hopper_store(ptr, acc_even, acc_odd, factor, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Dims [128 * CHUNK, +128) of O^T * factor to `ptr` [16, 512] fp16 or bf16, even and odd dims as one word."""
+    word = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] + CHUNK * 64
+    head = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    if ptr.dtype.element_ty == gl.float16:
+        CVT: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    else:
+        CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    packed = gl.inline_asm_elementwise(
+        CVT, "=r,r,r", [acc_even * factor, acc_odd * factor], dtype=gl.int32, is_pure=True, pack=1
+    )
+    gl.store(ptr.to(gl.pointer_type(gl.int32)) + head * 256 + word, packed)
+
+
+@_gluon_jit
+def _decode_fp8_hopper(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kn_desc,  # TMA descriptor of the fp8 cache [total_kv, 576], box [64, 512]
+    kr_desc,  # the same cache, box [64, 64]
+    kv_scale_ptr,  # fp32 [1]
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp16 [total_q, SPLITS, 16, 512]
+    lse_ptr,  # fp32 [total_q, SPLITS, 16]
+    ticket_ptr,  # int32 [total_q], zero between launches
+    softmax_scale,
+    s_q,
+    s_kv,  # expected length of every sequence; a wrong guess costs time, not correctness
+    stride_q_t,
+    stride_q_h,
+    n_chunks,  # 4, passed so that the loops over Q's chunks stay rolled: less cold code
+    SPLITS: gl.constexpr,
+    ONE_LAUNCH: gl.constexpr,
+    SPECULATE: gl.constexpr,
+):
+    """Grid (SPLITS, total_q), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 110 KB.
+
+    S^T = K Q^T on the fp8 tensor cores straight from the ring, Q as hi + lo; softmax over tokens in registers with one
+    exchange of maxima through shared memory; O^T += V^T P^T in fp16 with V converted once, from the same tile.
+    """
+    STAGES: gl.constexpr = 2
+    BLOCK_N: gl.constexpr = 64
+    K_SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    V_SMEM: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    R_SMEM: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32])  # [64 tokens, 16 hi + 16 lo]
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 32])  # [64 tokens, 16 heads]
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])  # [64 dim pairs, 16 heads]
+    V_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    split = gl.program_id(0)
+    t = gl.program_id(1)
+
+    # Q before KV: it would queue behind the tiles.
+    QN_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    QR_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    qn_raw = gl.allocate_shared_memory(gl.bfloat16, [4, 16, 128], PLAIN)
+    qr_raw = gl.allocate_shared_memory(gl.bfloat16, [16, 64], PLAIN)
+    q_row = q_ptr + t.to(gl.int64) * stride_q_t
+    h_n = gl.arange(0, 16, gl.SliceLayout(1, QN_COPY))[:, None]
+    h_r = gl.arange(0, 16, gl.SliceLayout(1, QR_COPY))[:, None]
+    qn_ptrs = q_row + h_n * stride_q_h + gl.arange(0, 128, gl.SliceLayout(0, QN_COPY))[None, :]
+    for c in gl.static_range(4):
+        async_copy.async_copy_global_to_shared(qn_raw.index(c), qn_ptrs + c * 128)
+    qr_ptrs = q_row + 512 + h_r * stride_q_h + gl.arange(0, 64, gl.SliceLayout(0, QR_COPY))[None, :]
+    async_copy.async_copy_global_to_shared(qr_raw, qr_ptrs)
+    async_copy.commit_group()
+
+    kn_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 512], K_SMEM)
+    kr_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 64], R_SMEM)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    b = t // s_q
+    hidden = s_q - 1 - t % s_q  # tokens at the end that a bottom-right causal query does not see
+    kv_scale = gl.load(kv_scale_ptr)
+    if SPECULATE:
+        # The first tiles leave before kv_indptr has arrived, from where equal lengths would put them.
+        guess = gl.cdiv(gl.maximum(s_kv - hidden, 0), BLOCK_N)
+        guess_first = guess * split // SPLITS
+        guess_row = b * s_kv + guess_first * BLOCK_N
+        guess_n = guess * (split + 1) // SPLITS - guess_first
+        for i in gl.static_range(STAGES):
+            _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, guess_row + i * BLOCK_N, i < guess_n)
+    kv_start = gl.load(kv_indptr + b)
+    kv_end = gl.load(kv_indptr + b + 1) - hidden
+    n_tiles = gl.cdiv(gl.maximum(kv_end - kv_start, 0), BLOCK_N)
+    first = n_tiles * split // SPLITS
+    n = n_tiles * (split + 1) // SPLITS - first
+    row = kv_start + first * BLOCK_N
+    if SPECULATE:
+        if (row != guess_row) | (n != guess_n):
+            for i in gl.static_range(STAGES):
+                mbarrier.wait(bars.index(i), 0, pred=i < guess_n)
+            for i in gl.static_range(STAGES):
+                mbarrier.invalidate(bars.index(i))
+                mbarrier.init(bars.index(i), count=1)
+            for i in gl.static_range(STAGES):
+                _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
+    else:
+        for i in gl.static_range(STAGES):
+            _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
+
+    # Q as hi + lo e4m3 under a power-of-two scale per head: rows 0-15 of the B operand are hi, 16-31 lo.
+    QN_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    QR_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    qn_chunks = gl.allocate_shared_memory(gl.float8e4nv, [4, 32, 128], K_SMEM)
+    qr_smem = gl.allocate_shared_memory(gl.float8e4nv, [32, 64], R_SMEM)
+    async_copy.wait_group(0)
+    gl.thread_barrier()
+    qr = qr_raw.load(QR_LAYOUT)
+    amax = gl.zeros([16, 128], gl.float32, QN_LAYOUT)
+    for c in range(n_chunks):
+        amax = gl.maximum(amax, gl.abs(qn_raw.index(c).load(QN_LAYOUT).to(gl.float32)))
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr.to(gl.float32)), 1), gl.SliceLayout(1, QN_LAYOUT))
+    amax_h = gl.maximum(gl.max(amax, 1), amax_r)
+    exponent = gl.maximum(amax_h.to(gl.int32, bitcast=True) >> 23, 30)
+    up = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    down = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+    for c in range(n_chunks):
+        hi, lo = _hi_lo(qn_raw.index(c).load(QN_LAYOUT), up[:, None])
+        qn_chunks.index(c).store(gl.join(hi, lo).permute((2, 0, 1)).reshape([32, 128]))
+    hi, lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, QR_LAYOUT))[:, None])
+    qr_smem.store(gl.join(hi, lo).permute((2, 0, 1)).reshape([32, 64]))
+    fence_async_shared()
+    qn_smem = qn_chunks._reinterpret(gl.float8e4nv, [32, 512], K_SMEM)
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, X_LAYOUT)) * (kv_scale * softmax_scale)
+
+    # The four warps' maxima meet in max_smem; MAX_LAYOUT hands each thread all four for its own heads.
+    MAX_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [4, 16]
+    )
+    max_smem = gl.allocate_shared_memory(gl.float32, [4, 16], PLAIN)
+    p_smem = gl.allocate_shared_memory(gl.float16, [BLOCK_N, 16], gl.NVMMASharedLayout(32, 16, 2))
+    m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(0, X_LAYOUT))
+    norm = gl.zeros([BLOCK_N, 16], gl.float32, X_LAYOUT)
+    e0 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    o0 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    e1 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    o1 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    e2 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    o2 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    e3 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    o3 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, X_LAYOUT))
+    slot = 0
+    phase = 0
+    for i in range(n):
+        mbarrier.wait(bars.index(slot), phase)
+        # fp8 sums are promoted to fp32 every 256 dims; never promoting doubles the error for large q.
+        s = gl.zeros([BLOCK_N, 32], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(kn_smem.index(slot), qn_smem.permute((1, 0)), s, use_acc=False, is_async=True,
+                          max_num_imprecise_acc=256)  # fmt: skip
+        s = warpgroup_mma(kr_smem.index(slot), qr_smem.permute((1, 0)), s, is_async=True, max_num_imprecise_acc=64)
+        s = warpgroup_mma_wait(0, deps=[s])
+        s_hi, s_lo = gl.split(s.reshape([BLOCK_N, 2, 16]).permute((0, 2, 1)))
+        x = gl.convert_layout(s_hi + s_lo, X_LAYOUT) * logit_scale[None, :]
+        v_smem = kn_smem.index(slot)._reinterpret(gl.int16, [BLOCK_N, 256], V_SMEM)
+        valid = kv_end - row - i * BLOCK_N
+        if valid < BLOCK_N:
+            _hopper_clear_tail(kn_smem.index(slot), valid)
+        x = gl.where((offs_n < valid)[:, None], x, float("-inf"))
+        max_smem.store(gl.max(x.reshape([4, 16, 16]), 1))
+        m_tile = gl.max(max_smem.load(MAX_LAYOUT), 0)
+        m_new = gl.maximum(m, gl.convert_layout(m_tile, gl.SliceLayout(0, X_LAYOUT), assert_trivial=True))
+        rescale = _exp2(m - m_new)
+        p = _exp2(x - m_new[None, :])
+        p_smem.store(p.to(gl.float16))
+        norm = norm * rescale[None, :] + p
+        m = m_new
+        r = gl.convert_layout(rescale, gl.SliceLayout(0, O_LAYOUT), assert_trivial=True)[None, :]
+        fence_async_shared()
+        e0, o0 = _hopper_pv(e0 * r, o0 * r, p_smem, v_smem.slice(0, 64, 1), V_LAYOUT)
+        e1, o1 = _hopper_pv(e1 * r, o1 * r, p_smem, v_smem.slice(64, 64, 1), V_LAYOUT)
+        e2, o2 = _hopper_pv(e2 * r, o2 * r, p_smem, v_smem.slice(128, 64, 1), V_LAYOUT)
+        e3, o3 = _hopper_pv(e3 * r, o3 * r, p_smem, v_smem.slice(192, 64, 1), V_LAYOUT)
+        e0, o0, e1, o1, e2, o2, e3, o3 = warpgroup_mma_wait(0, deps=[e0, o0, e1, o1, e2, o2, e3, o3])
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * BLOCK_N, i + STAGES < n)
+        slot ^= 1
+        phase ^= slot ^ 1
+
+    total = gl.sum(norm, 0)
+    inverse = 1.0 / gl.where(n > 0, total, 1.0)
+    factor = gl.convert_layout(inverse, gl.SliceLayout(0, O_LAYOUT))[None, :]
+    if SPLITS == 1:
+        dst = out_ptr + t.to(gl.int64) * 8192
+        factor = factor * kv_scale
+    else:
+        part_row = t.to(gl.int64) * SPLITS + split
+        dst = part_ptr + part_row * 8192
+        if not ONE_LAUNCH:
+            # Lets the combine, launched dependent, start its prologue now; it still waits for this grid's end.
+            gl.inline_asm_elementwise(
+                "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, X_LAYOUT)), m + gl.log2(total))
+    _hopper_store(dst, e0, o0, factor, 0, O_LAYOUT)
+    _hopper_store(dst, e1, o1, factor, 1, O_LAYOUT)
+    _hopper_store(dst, e2, o2, factor, 2, O_LAYOUT)
+    _hopper_store(dst, e3, o3, factor, 3, O_LAYOUT)
+    if ONE_LAUNCH:
+        if _arrive_last(ticket_ptr + t, SPLITS):
+            row_parts = t.to(gl.int64) * SPLITS
+            MERGE_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
+                            kv_scale, SPLITS, MERGE_LAYOUT)  # fmt: skip
 
 
 # ---- tuning table ----
@@ -203,6 +541,8 @@ class Config:
     block_n: int = 64
     num_warps: int = 8
     programs_per_cu: int = 1
+    one_launch: bool = False
+    speculate: bool = True
 
 
 @dataclass(frozen=True)
@@ -218,7 +558,7 @@ class Row:
 _TORCH = (Config("torch_bmm"), Config("torch_chunked"))
 TABLE: tuple[Row, ...] = (
     Row("cpu", None, None, (Config("torch_chunked"),)),
-    Row("sm90", None, None, (Config("triton_fp8"), *_TORCH)),
+    Row("sm90", None, None, (Config("hopper_fp8", programs_per_cu=2), Config("triton_fp8"), *_TORCH)),
     Row("gfx950", None, None, (Config("triton_fp8"), *_TORCH)),
     Row("gpu", None, None, (Config("triton_fp8"), *_TORCH)),
 )
@@ -390,6 +730,7 @@ class Problem:
     kv_seq_len: int
     total_kv: int
     sm_scale: float
+    aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
 
     @property
     def total_q(self) -> int:
@@ -414,6 +755,7 @@ class Plan:
 _PLANS: dict[tuple, Plan] = {}
 _OUT: dict[Problem, torch.Tensor] = {}
 _PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+_TICKETS: dict[tuple, torch.Tensor] = {}
 _BMM: dict[Problem, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -449,17 +791,50 @@ def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
         SPLITS=config.splits, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     if config.splits > 1:
-        _launch_combine(part, lse, kv_scale, out)
+        _launch_combine(part, lse, kv_scale, out, dependent=False)
     return out
 
 
-def _launch_combine(part: torch.Tensor, lse: torch.Tensor, kv_scale: torch.Tensor, out: torch.Tensor) -> None:
+def _launch_combine(
+    part: torch.Tensor, lse: torch.Tensor, kv_scale: torch.Tensor, out: torch.Tensor, dependent: bool
+) -> None:
+    """`dependent`: a CUDA dependent launch, whose start-up overlaps the end of the launch before it."""
     total_q, splits = lse.shape[:2]
+    options = {"launch_pdl": True} if dependent else {}
     block_d = 512 if splits <= 8 else 256 if splits <= 16 else 128
     _combine[(D_V // block_d, H_Q, total_q)](
         part, lse, kv_scale, out, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d,
-        num_warps=4 if splits >= 8 else 2,
+        DEPENDENT=dependent, num_warps=4 if splits >= 8 else 2, **options,
     )  # fmt: skip
+
+
+def _tickets(problem: Problem) -> torch.Tensor:
+    """int32 [total_q] of zeros; every launch that uses it leaves it so."""
+    key = (problem.device, problem.total_q)
+    if key not in _TICKETS:
+        _TICKETS[key] = torch.zeros(problem.total_q, dtype=torch.int32, device=problem.device)
+    return _TICKETS[key]
+
+
+def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+    """One launch when a sequence is not split or `one_launch` says so, else two, the combine launched dependent."""
+    q, kv_data, _, kv_indptr, _ = data
+    kv, kv_scale = kv_data["fp8"]
+    problem, config = plan.problem, plan.config
+    out = _output(problem)
+    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
+    one_launch = config.one_launch and config.splits > 1
+    rows = kv.view(problem.total_kv, D_QK) if kv.is_contiguous() else kv[:, 0]
+    _decode_fp8_hopper[(config.splits, problem.total_q)](
+        q, TensorDescriptor.from_tensor(rows, [64, D_V], gl.NVMMASharedLayout(128, 8, 2)),
+        TensorDescriptor.from_tensor(rows, [64, D_ROPE], gl.NVMMASharedLayout(64, 8, 2)),
+        kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
+        problem.sm_scale * LOG2E, problem.q_seq_len, problem.kv_seq_len, q.stride(0), q.stride(1), 4,
+        SPLITS=config.splits, ONE_LAUNCH=one_launch, SPECULATE=config.speculate, num_warps=4,
+    )  # fmt: skip
+    if config.splits > 1 and not one_launch:
+        _launch_combine(part, lse, kv_scale, out, dependent=True)
+    return out
 
 
 def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
@@ -545,7 +920,18 @@ def _no_bmm(problem: Problem) -> str | None:
     return None
 
 
+def _no_hopper(problem: Problem) -> str | None:
+    if gluon is None:
+        return "Triton with Gluon is not installed"
+    if _target(problem.device).name != "sm90":
+        return f"{problem.device} is not a Hopper GPU"
+    if not problem.aligned or problem.total_kv == 0:
+        return "it needs a non-empty fp8 cache and Q with addresses and row strides of 16 bytes"
+    return None
+
+
 ARMS: dict[str, Arm] = {
+    "hopper_fp8": Arm("fp8", _no_hopper, _run_hopper_fp8),
     "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
     "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked),
@@ -574,34 +960,41 @@ def _say_once(message: str) -> None:
         print(f"mixed-mla: {message}", file=sys.stderr)
 
 
-def _forced_config(name: str, problem: Problem, candidates: tuple[Config, ...]) -> Config:
-    if name not in ARMS:
-        raise ValueError(f"MLA_BACKEND: expected one of {', '.join(ARMS)}, got {name!r}")
-    reason = ARMS[name].why_not(problem)
+def problem_of(data: tuple) -> Problem:
+    """The problem that checked arguments pose."""
+    q, kv_data, _, _, config = data
+    return Problem(
+        q.device, config["batch_size"], config["q_seq_len"], config["kv_seq_len"], kv_data["bf16"].shape[0],
+        config["sm_scale"], _aligned(q, kv_data["fp8"][0]),
+    )  # fmt: skip
+
+
+def bind(problem: Problem, config: Config) -> Plan:
+    """A plan that runs `config` on `problem`; raises ValueError if its arm is unknown or cannot serve it."""
+    if config.arm not in ARMS:
+        raise ValueError(f"arm: expected one of {', '.join(ARMS)}, got {config.arm!r}")
+    arm = ARMS[config.arm]
+    reason = arm.why_not(problem)
     if reason:
-        raise ValueError(f"MLA_BACKEND={name}: expected an arm that can serve this call, but {reason}")
-    for config in candidates:
-        if config.arm == name:
-            return config
-    slots = max(1, _target(problem.device).num_cu)
-    return Config(name, splits=choose_splits(problem.total_q, problem.kv_seq_len, Config.block_n, slots))
+        raise ValueError(f"arm {config.arm}: expected one that can serve this call, but {reason}")
+    return Plan(problem, config, Selection(config.arm, arm.kv, _describe(config)), arm.run)
 
 
 def _make_plan(problem: Problem, forced: str) -> Plan:
     target = _target(problem.device)
     candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len)
     if forced:
-        config = _forced_config(forced, problem, candidates)
-    else:
-        reasons = {c: ARMS[c.arm].why_not(problem) for c in candidates}
-        config = next(c for c in candidates if reasons[c] is None)
-        passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(config)]]
-        if passed_over:
-            _say_once(f"fell back to {config.arm} ({'; '.join(passed_over)})")
-        elif target.name == "cpu":
-            _say_once(f"no GPU in use, so {config.arm} computes on the CPU")
-    arm = ARMS[config.arm]
-    return Plan(problem, config, Selection(config.arm, arm.kv, _describe(config)), arm.run)
+        slots = max(1, target.num_cu)
+        default = Config(forced, splits=choose_splits(problem.total_q, problem.kv_seq_len, Config.block_n, slots))
+        return bind(problem, next((config for config in candidates if config.arm == forced), default))
+    reasons = {c: ARMS[c.arm].why_not(problem) for c in candidates}
+    config = next(c for c in candidates if reasons[c] is None)
+    passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(config)]]
+    if passed_over:
+        _say_once(f"fell back to {config.arm} ({'; '.join(passed_over)})")
+    elif target.name == "cpu":
+        _say_once(f"no GPU in use, so {config.arm} computes on the CPU")
+    return bind(problem, config)
 
 
 def _describe(config: Config) -> str:
@@ -618,12 +1011,17 @@ def last_run() -> Selection | None:
     return _last.selection if _last else None
 
 
+def _aligned(q: torch.Tensor, kv: torch.Tensor) -> bool:
+    bits = q.data_ptr() | kv.data_ptr() | kv.stride(0) | (q.stride(0) | q.stride(1)) * q.element_size()
+    return bits % 16 == 0
+
+
 def _key(data: tuple) -> tuple:
     """Everything about a call that its checks and its plan depend on, read without touching the device."""
     q, kv_data, qo_indptr, kv_indptr, config = data
     tensors = (q, kv_data["bf16"], *kv_data["fp8"], *kv_data["mxfp4"], qo_indptr, kv_indptr)
     layout = tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
-    return layout, tuple(config.items()), os.environ.get("MLA_BACKEND", "")
+    return layout, _aligned(q, kv_data["fp8"][0]), tuple(config.items()), os.environ.get("MLA_BACKEND", "")
 
 
 def custom_kernel(data: tuple) -> torch.Tensor:
@@ -650,11 +1048,6 @@ def custom_kernel(data: tuple) -> torch.Tensor:
     if plan is None or data[0].device.type == "cpu":
         check_arguments(data)
     if plan is None:
-        q, kv_data, _, _, config = data
-        problem = Problem(
-            q.device, config["batch_size"], config["q_seq_len"], config["kv_seq_len"], kv_data["bf16"].shape[0],
-            config["sm_scale"],
-        )  # fmt: skip
-        plan = _PLANS[key] = _make_plan(problem, os.environ.get("MLA_BACKEND", ""))
+        plan = _PLANS[key] = _make_plan(problem_of(data), os.environ.get("MLA_BACKEND", ""))
     _last = plan
     return plan.run(data, plan)

@@ -1,0 +1,146 @@
+"""Times every sensible configuration of an arm on each benchmark shape: where the rows of `submission.TABLE` come from.
+
+    python -m bench.sweep --json docs/data/sweep_h200.json
+
+Configurations are compiled in parallel, checked against float64 on some sequences, then timed interleaved, cold cache,
+with the reader kernel over the same bytes among them.
+"""
+
+import concurrent.futures
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+import eval as evaluator
+import reference
+import submission
+from bench.cli import case_label, choose_cases, make_console, progress_bar
+from bench.reader import Reader, cache_tensors
+from submission import Config
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CHECKED_SEQUENCES = 4
+
+
+def hopper_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Config]:
+    """Splits that give each program a tile and the machine at most two rounds of programs, at two programs an SM."""
+    tiles = -(-kv_seq_len // 64)
+    splits = [s for s in SPLITS if s == 1 or s <= tiles and batch_size * s <= 4 * num_cu]
+    splits = [s for s in splits if batch_size * s >= num_cu // 4] or splits[-1:]
+    return [
+        Config("hopper_fp8", splits=s, one_launch=one_launch, speculate=speculate)
+        for s, one_launch, speculate in itertools.product(splits, (False, True), (False, True))
+        if not (one_launch and (s == 1 or s > 16))
+    ]
+
+
+def portable_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Config]:
+    """The portable kernel over tile heights and warps, splits by the model and their neighbours."""
+    configs = []
+    for block_n, num_warps in ((32, 4), (64, 4), (64, 8)):
+        best = submission.choose_splits(batch_size, kv_seq_len, block_n, num_cu)
+        for splits in {max(1, best // 2), best, best * 2}:
+            configs.append(Config("triton_fp8", splits=splits, block_n=block_n, num_warps=num_warps))
+    return configs
+
+
+ARMS = {"hopper_fp8": hopper_configs, "triton_fp8": portable_configs}
+
+
+def sample_error(data: tuple, output: torch.Tensor) -> float:
+    """Relative L2 error against the float64 oracle over the fp8 cache, on the first, last and some middle sequences."""
+    q, kv_data, _, kv_indptr, config = data
+    batch_size, s_q = config["batch_size"], config["q_seq_len"]
+    picked = sorted({round(i * (batch_size - 1) / (CHECKED_SEQUENCES - 1)) for i in range(CHECKED_SEQUENCES)})
+    error = norm = 0.0
+    for b in picked:
+        start, end = kv_indptr[b : b + 2].tolist()
+        rows = slice(b * s_q, (b + 1) * s_q)
+        one = (
+            q[rows],
+            {"fp8": (kv_data["fp8"][0][start:end], kv_data["fp8"][1])},
+            torch.tensor([0, s_q], dtype=torch.int32, device=q.device),
+            torch.tensor([0, end - start], dtype=torch.int32, device=q.device),
+            {**config, "batch_size": 1, "kv_seq_len": end - start},
+        )
+        expected = reference.oracle(one, "fp8")
+        error += (output[rows].double() - expected).square().sum().item()
+        norm += expected.square().sum().item()
+    return (error / norm) ** 0.5
+
+
+def _compile(config: Config) -> None:
+    """Fills the compiler's cache on disk; the shape matters only through the configuration."""
+    data = reference.generate_input(1, 1, 1024, 1)
+    plan = submission.bind(submission.problem_of(data), config)
+    plan.run(data, plan)
+
+
+def sweep(
+    case: Annotated[list[str] | None, typer.Option("--case", help="A shape such as 32x8192; repeatable.")] = None,
+    arm: Annotated[list[str] | None, typer.Option("--arm", help=f"Among {', '.join(ARMS)}; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each configuration.")] = 25,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+    best: Annotated[int, typer.Option(min=1, help="Rows to print for each shape.")] = 6,
+) -> None:
+    """Sweep configurations on the GPU."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("expected a CUDA or ROCm GPU, found none", param_hint="device")
+    console = make_console()
+    timer = evaluator.ColdTimer()
+    num_cu = torch.cuda.get_device_properties(0).multi_processor_count
+    cases = choose_cases("benchmark", case, None)
+    builders = [ARMS[name] for name in arm or ["hopper_fp8"]]
+    shapes = [(c.args["batchsize"], c.args["kvseqlen"]) for c in cases]
+    plans = {shape: [c for build in builders for c in build(*shape, num_cu)] for shape in shapes}
+    distinct = list({config for configs in plans.values() for config in configs})
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, distinct))
+    results = []
+    for one in cases:
+        data = reference.generate_input(**one.args)
+        problem = submission.problem_of(data)
+        reader = Reader(cache_tensors(data, "fp8"), timer)
+        calls = {None: reader}
+        errors = {}
+        for config in plans[one.args["batchsize"], one.args["kvseqlen"]]:
+            plan = submission.bind(problem, config)
+            errors[config] = sample_error(data, plan.run(data, plan))
+            calls[config] = lambda plan=plan, data=data: plan.run(data, plan)
+        times: dict[Config | None, list[float]] = {config: [] for config in calls}
+        with progress_bar(case_label(one.args), repeats) as (progress, task):
+            for _ in range(repeats):
+                for config, call in calls.items():
+                    times[config].append(timer.time_ns(call)[0] / 1e3)
+                progress.advance(task)
+        medians = {config: statistics.median(values) for config, values in times.items()}
+        table = Table(title=f"{case_label(one.args)}: reader {medians[None]:.1f} us", title_justify="left")
+        for name in ("configuration", "median us", "of the reader", "error"):
+            table.add_column(name)
+        for config in sorted(errors, key=medians.get):
+            results.append(
+                {"case": case_label(one.args), "config": asdict(config), "median_us": medians[config],
+                 "reader_us": medians[None], "error": errors[config]}
+            )  # fmt: skip
+        for row in [r for r in results if r["case"] == case_label(one.args)][:best]:
+            shown = " ".join(f"{k}={v}" for k, v in row["config"].items())
+            ratio = row["median_us"] / row["reader_us"]
+            table.add_row(shown, f"{row['median_us']:.1f}", f"{ratio:.3f}", f"{row['error']:.1e}")
+        console.print(table)
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = evaluator.describe_environment(timer)
+        json_path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(sweep)
