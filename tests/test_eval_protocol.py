@@ -1,0 +1,261 @@
+"""The platform's side of eval.py, end to end through a real pipe, and its rules one by one."""
+
+import base64
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from eval_stand_ins import (
+    EXACT,
+    ROOT,
+    TOY_REFERENCE,
+    TOY_SUBMISSION,
+    ZEROS,
+    case_line,
+    platform_folder,
+    run_platform,
+)
+
+import eval as evaluator
+
+STATS = ["runs", "mean", "std", "err", "best", "worst"]
+
+
+def toy(folder, act="", sleep_s=0.2):
+    source = TOY_SUBMISSION.replace("SLEEP_S", str(sleep_s)) + act
+    return platform_folder(folder, source, TOY_REFERENCE)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+
+
+def as_dict(lines):
+    return dict(line.split(": ", 1) for line in lines)
+
+
+# ---- end to end ----
+
+
+def test_test_mode_reports_each_case_and_passes(tmp_path):
+    lines_in = [case_line(2, 1024, 11), case_line(3, 1024, 12)]
+    code, lines, _ = run_platform(platform_folder(tmp_path, EXACT), "test", cases="\n".join(lines_in))
+    keys = [line.split(": ", 1)[0] for line in lines]
+    assert [key for key in keys if "message" not in key] == [
+        "test-count", "test.0.spec", "test.0.status", "test.1.spec", "test.1.status", "check",
+    ]  # fmt: skip
+    out = as_dict(lines)
+    assert (out["test-count"], out["test.0.spec"], out["test.1.spec"]) == ("2", *lines_in)
+    assert (out["test.0.status"], out["test.1.status"], out["check"], code) == ("pass", "pass", "pass", 0)
+
+
+def test_test_mode_fails_a_wrong_output_in_one_line(tmp_path):
+    cases = "\n".join([case_line(2, 1024, 11), case_line(3, 1024, 12)])
+    code, lines, _ = run_platform(platform_folder(tmp_path, ZEROS), "test", cases=cases)
+    out = as_dict(lines)
+    assert code == 112
+    assert (out["test.0.status"], out["test.1.status"], out["check"]) == ("fail", "fail", "fail")
+    assert out["test.0.error"] and out["test.1.error"]
+
+
+def test_test_mode_keeps_the_input_safe_and_one_worker_for_all_cases(tmp_path):
+    act = "\n\ndef act(data):\n    data['seed'].fill_(0)\n    return data['seed']\n"
+    code, lines, _ = run_platform(toy(tmp_path, act), "test", cases=case_line(seed=5) + "\n" + case_line(seed=6))
+    assert code == 112
+    assert as_dict(lines)["test.0.error"] == "expected 5, | got 0"
+    seen = records(tmp_path)
+    assert [(one["seed"], one["call"]) for one in seen] == [(5, 1), (6, 2)]
+    assert len({one["pid"] for one in seen}) == 1
+    assert seen[0]["popcorn"] == []
+
+
+def test_secret_seed_is_combined_and_hidden_from_the_submission(tmp_path):
+    code, _, _ = run_platform(toy(tmp_path, sleep_s=0), "test", cases=case_line(seed=4220), POPCORN_SEED="7")
+    seen = records(tmp_path)
+    assert code == 0
+    assert seen[0]["seed"] == 4220 + 4227 * 4228 // 2
+    assert seen[0]["popcorn"] == []
+
+
+def test_a_dying_worker_fails_its_case_and_is_replaced(tmp_path):
+    act = "\n\ndef act(data):\n    if data['batchsize'] == 9:\n        os._exit(3)\n    return data['seed'].clone()\n"
+    cases = "\n".join(case_line(batchsize) for batchsize in (1, 9, 2))
+    code, lines, _ = run_platform(toy(tmp_path, act), "test", cases=cases)
+    out = as_dict(lines)
+    assert [out[f"test.{i}.status"] for i in range(3)] == ["pass", "fail", "pass"]
+    assert out["test.1.error"] == "worker process died, exit code 3"
+    assert code == 112
+
+
+def test_benchmark_mode_times_one_unchanged_input(tmp_path):
+    code, lines, _ = run_platform(toy(tmp_path), "benchmark", cases=case_line(seed=5) + "\n" + case_line(seed=6))
+    out = as_dict(lines)
+    assert list(out) == ["benchmark-count"] + [
+        f"benchmark.{i}.{name}" for i in range(2) for name in ["spec", *STATS]
+    ] + ["check"]  # fmt: skip
+    assert (code, out["benchmark-count"], out["check"]) == (0, "2", "pass")
+    for i in range(2):
+        runs, mean, std, err, best, worst = (float(out[f"benchmark.{i}.{name}"]) for name in STATS)
+        assert runs >= 3 and 0.2e9 <= best <= mean <= worst
+        assert err == pytest.approx(std / math.sqrt(runs))
+    assert {one["seed"] for one in records(tmp_path)} == {5, 6}
+
+
+def test_benchmark_mode_stops_at_the_first_failure(tmp_path):
+    act = "\n\ndef act(data):\n    raise RuntimeError('boom')\n"
+    code, lines, _ = run_platform(toy(tmp_path, act), "benchmark", cases=case_line() + "\n" + case_line(3))
+    out = as_dict(lines)
+    assert list(out) == [
+        "benchmark-count", "benchmark.0.spec", "benchmark.0.status", "benchmark.0.error", "check",
+    ]  # fmt: skip
+    assert out["benchmark.0.error"].startswith("RuntimeError: boom (submission.py, line ")
+    assert (code, out["check"]) == (112, "fail")
+
+
+def test_leaderboard_mode_draws_new_inputs_and_passes(tmp_path):
+    code, lines, _ = run_platform(toy(tmp_path), "leaderboard", cases=case_line(seed=5))
+    out = as_dict(lines)
+    assert list(out) == ["benchmark-count", "benchmark.0.spec", *(f"benchmark.0.{name}" for name in STATS), "check"]
+    assert (code, out["check"]) == (0, "pass")
+    runs = int(out["benchmark.0.runs"])
+    seeds = [one["seed"] for one in records(tmp_path)]
+    # The warm-up times the first case's own seed; then one checked call and `runs` calls on new inputs.
+    assert seeds[-runs - 1 :] == [5 + 13 * run for run in range(runs + 1)]
+    assert set(seeds[: -runs - 1]) == {5}
+
+
+def test_leaderboard_mode_checks_every_output_where_benchmark_mode_does_not(tmp_path):
+    replay = (
+        "\n\nkept = {}\n\ndef act(data):\n    time.sleep(0.2)\n    return kept.setdefault(0, data['seed'].clone())\n"
+    )
+    folder = toy(tmp_path, replay)
+    assert run_platform(folder, "benchmark", cases=case_line(seed=5))[0] == 0
+    code, lines, _ = run_platform(folder, "leaderboard", cases=case_line(seed=5))
+    assert code == 112
+    assert as_dict(lines)["benchmark.0.error"] == "run 0: expected 18, | got 5"
+
+
+def test_profile_mode_sends_a_readable_report(tmp_path):
+    code, lines, _ = run_platform(toy(tmp_path, sleep_s=0), "profile", cases=case_line())
+    out = as_dict(lines)
+    assert list(out) == ["benchmark-count", "benchmark.0.spec", "benchmark.0.report", "check"]
+    assert "aten::clone" in base64.b64decode(out["benchmark.0.report"], b"+*").decode()
+    assert (code, out["check"]) == (0, "pass")
+
+
+# ---- exit codes that need no worker ----
+
+
+@pytest.mark.parametrize("mode", evaluator.MODES)
+@pytest.mark.parametrize("content", ["", case_line() + "\n\n" + case_line(), "batchsize=4", "seed: 1.5", "seed: 1;"])
+def test_bad_case_file_is_113_in_every_mode(tmp_path, mode, content, monkeypatch, capsys):
+    (tmp_path / "cases.txt").write_text(content)
+    monkeypatch.setenv("POPCORN_FD", "9")
+    assert evaluator.main([mode, str(tmp_path / "cases.txt")]) == 113
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_missing_case_file_is_113(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("POPCORN_FD", "9")
+    assert evaluator.main(["test", str(tmp_path / "none.txt")]) == 113
+    assert "none.txt" in capsys.readouterr().err
+
+
+def test_blank_line_through_the_real_command(tmp_path):
+    code, lines, stderr = run_platform(platform_folder(tmp_path, EXACT), "test", cases=case_line() + "\n\n")
+    assert (code, lines) == (113, [])
+    assert "expected 'name: value', got ''" in stderr
+
+
+def test_no_descriptor_is_111(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cases.txt").write_text(case_line())
+    monkeypatch.delenv("POPCORN_FD", raising=False)
+    assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 111
+    assert "POPCORN_FD is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("descriptor", ["pipe", "987654"])
+def test_unusable_descriptor_is_111(tmp_path, monkeypatch, capsys, descriptor):
+    (tmp_path / "cases.txt").write_text(case_line())
+    monkeypatch.setenv("POPCORN_FD", descriptor)
+    assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 111
+    assert descriptor in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["test"], ["test", "cases.txt", "more"]])
+def test_wrong_number_of_arguments_is_2(monkeypatch, args):
+    monkeypatch.setenv("POPCORN_FD", "9")
+    assert evaluator.main(args) == 2
+
+
+def test_unknown_mode_and_bad_secret_seed_are_2(tmp_path, monkeypatch, capsys):
+    cases = tmp_path / "cases.txt"
+    cases.write_text(case_line())
+    monkeypatch.setenv("POPCORN_FD", "9")
+    assert evaluator.main(["tset", str(cases)]) == 2
+    assert "'tset'" in capsys.readouterr().err
+    monkeypatch.setenv("POPCORN_FD", "9")
+    monkeypatch.setenv("POPCORN_SEED", "x")
+    assert evaluator.main(["test", str(cases)]) == 2
+    assert "POPCORN_SEED" in capsys.readouterr().err
+
+
+def test_platform_form_needs_neither_the_command_line_extra_nor_torch_in_the_parent():
+    code = "import sys; sys.modules.update(dict.fromkeys(['rich', 'typer', 'torch'])); import eval; eval.main([])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "POPCORN_FD": "9"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "usage: python eval.py MODE CASEFILE\n")
+
+
+# ---- rules ----
+
+
+def test_case_values():
+    args = evaluator.parse_case(" a: 4;b: -1; c: true; d: false; e_1: word ").args
+    assert args == {"a": 4, "b": -1, "c": True, "d": False, "e_1": "word"}
+
+
+def test_secret_seed_formula():
+    assert evaluator.combine_seeds(3, 4) == 3 + 7 * 8 // 2
+    assert evaluator.combine_seeds(1, 2**40) > 2**78
+
+
+def test_stats_are_those_of_the_sample():
+    stats = evaluator.calculate_stats([1.0, 2.0, 3.0, 6.0])
+    assert (stats.runs, stats.mean, stats.best, stats.worst) == (4, 3.0, 1.0, 6.0)
+    assert stats.std == pytest.approx(math.sqrt(14 / 3))
+    assert stats.err == pytest.approx(math.sqrt(14 / 12))
+    assert math.isnan(evaluator.calculate_stats([1.0]).std)
+
+
+@pytest.mark.parametrize(
+    ("durations", "wall_ns", "stop"),
+    [
+        ([1e3] * 2, 1e12, False),  # never before three runs
+        ([1e3] * 3, 0, True),  # no spread at all
+        ([1e3, 2e3, 3e3], 0, False),
+        ([1e3, 2e3, 3e3], 121e9, True),  # wall time
+        ([1e10, 2e10, 3e10], 0, True),  # kernel time: 60 s of 50
+        ([1e10, 2e10, 1.5e10], 0, False),
+        ([1e3, 1.005e3] * 500, 0, True),  # 0.25 % spread over 1000 runs
+        ([1e3, 1.1e3] * 500, 0, False),  # 5 % spread over 1000 runs
+    ],
+)
+def test_stop_rule(durations, wall_ns, stop):
+    assert evaluator.should_stop(durations, wall_ns, evaluator.PROTOCOLS["benchmark"]) is stop
+
+
+def test_limits_are_the_official_ones():
+    fields = {
+        mode: [(p.recheck, p.max_repeats, p.max_time_ns, p.max_wall_ns) for p in (table[mode] for table in tables)]
+        for mode in ("benchmark", "leaderboard")
+        for tables in [(evaluator.WARM_UP, evaluator.PROTOCOLS)]
+    }
+    assert fields == {
+        "benchmark": [(False, 100, 1e8, 120e9), (False, 1000, 50e9, 120e9)],
+        "leaderboard": [(False, 100, 1e7, 120e9), (True, 100, 30e9, 120e9)],
+    }
