@@ -364,11 +364,11 @@ class _Session:
         strict = reference.strict_check(data, output, selection["kv"])
         official_good, official_message = reference.official_check(data, output)
         return {
-            "good": strict.ok,
+            "good": strict.passed,
             "message": _one_line(strict.message),
             **selection,
             "kv": strict.kv,
-            "strict": {field.name: getattr(strict, field.name) for field in dataclasses.fields(strict)},
+            "strict": dataclasses.asdict(strict),
             "official_good": official_good,
             "official_message": _one_line(official_message),
         }

@@ -238,25 +238,30 @@ def _mark(good: bool | None) -> str:
     return {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "-"}[good]
 
 
-def _of_bound(strict: dict[str, Any], name: str) -> str:
-    if name not in strict:
-        return "-"
-    return f"{strict[name]:.2e} / {strict[name + '_bound']:.2e}"
+def _against_bound(strict: dict[str, Any], name: str) -> str:
+    value, bound = strict.get(f"{name}_error", math.nan), strict.get(f"{name}_bound", math.nan)
+    return "-" if math.isnan(value) else f"{value:.2e} / {bound:.2e}"
+
+
+def _plain(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"
 
 
 def test_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="strict check against the float64 oracle")
-    for name in ("case", "arm", "cache", "config", "own error / bound", "end to end / bound", "strict", "official"):
+    """Strict figures per case: relative L2 errors over the cache that was read and over the bf16 cache, worst gain."""
+    table = Table(title="strict check against the float64 oracle, relative L2 error / bound")
+    for name in ("case", "arm", "cache", "config", "kernel", "end to end", "worst slope", "strict", "official"):
         table.add_column(name, no_wrap=True)
     for result in results:
-        strict = result.get("strict") or {}
+        strict = result.get("strict", {})
         table.add_row(
             result["case"],
             result.get("arm") or "-",
             result.get("kv") or "-",
             result.get("config") or "-",
-            _of_bound(strict, "own_error"),
-            _of_bound(strict, "end_to_end_error"),
+            _against_bound(strict, "kernel"),
+            _against_bound(strict, "end_to_end"),
+            _plain(strict.get("worst_slope", math.nan)),
             _mark(result["good"]),
             _mark(result.get("official_good")),
         )
