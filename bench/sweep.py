@@ -67,7 +67,7 @@ def sample_error(data: tuple, output: torch.Tensor) -> float:
         rows = slice(b * s_q, (b + 1) * s_q)
         one = (
             q[rows],
-            {"fp8": (kv_data["fp8"][0][start:end], kv_data["fp8"][1])},
+            {"bf16": kv_data["bf16"][start:end], "fp8": (kv_data["fp8"][0][start:end], kv_data["fp8"][1])},
             torch.tensor([0, s_q], dtype=torch.int32, device=q.device),
             torch.tensor([0, end - start], dtype=torch.int32, device=q.device),
             {**config, "batch_size": 1, "kv_seq_len": end - start},
