@@ -485,9 +485,8 @@ def _serve(connection: Any, submission: Path) -> None:
 class Worker:
     """The parent's side: a context manager around the one worker process."""
 
-    def __init__(self, submission: Path, timeout_s: float | None = None) -> None:
+    def __init__(self, submission: Path) -> None:
         self._submission = submission
-        self._timeout_s = timeout_s
         self._process: Any = None
         self._connection: Any = None
 
@@ -516,22 +515,27 @@ class Worker:
         return exit_code
 
     def ask(
-        self, operation: str, on_progress: Callable[[int, int], None] | None = None, **arguments: Any
+        self,
+        operation: str,
+        *,
+        timeout_s: float | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """Run one operation of the worker.
 
-        An exception, a dead worker or a wait past the limit comes back as `{"good": False, "message": ...}`.
+        An exception, a dead worker or a wait past `timeout_s` comes back as `{"good": False, "message": ...}`.
         """
         if self._process is None:
             self._start()
-        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._connection.send((operation, arguments))
             while True:
                 left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._connection.poll(left_s):
                     self._stop()
-                    return {"good": False, "message": f"no result within {self._timeout_s:g} s, worker ended"}
+                    return {"good": False, "message": f"no result within {timeout_s:g} s, worker ended"}
                 kind, answer = self._connection.recv()
                 if kind == "progress":
                     if on_progress is not None:

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,9 +170,12 @@ class Run:
         self._timeout_s = timeout_s
         self._interrupted = False
 
-    def ask_all(self, cases: list[TestCase], ask: Callable[[Worker, TestCase, Any], dict[str, Any]]) -> None:
-        """Run `ask(worker, case, on_progress)` for each case; Ctrl-C keeps the results so far."""
-        with Worker(self.submission, self._timeout_s) as worker, progress_bar(self.mode, len(cases)) as (bar, task):
+    def ask_all(self, cases: list[TestCase], ask: Callable[[Callable, TestCase], dict[str, Any]]) -> None:
+        """Run `ask(ask_worker, case)` for each case, `ask_worker` being `Worker.ask` with this run's time limit.
+
+        Ctrl-C keeps the results so far.
+        """
+        with Worker(self.submission) as worker, progress_bar(self.mode, len(cases)) as (bar, task):
             try:
                 self._describe(worker)
                 for case in cases:
@@ -181,7 +185,8 @@ class Run:
                     def on_progress(done: int, total: int, label: str = label) -> None:
                         bar.update(task, description=f"{self.mode} {label}, run {done} of at most {total}")
 
-                    answer = ask(worker, case, on_progress)
+                    ask_worker = partial(worker.ask, timeout_s=self._timeout_s, on_progress=on_progress)
+                    answer = ask(ask_worker, case)
                     self.results.append({"case": label, "args": case.args, **add_derived(answer)})
                     bar.advance(task)
             except KeyboardInterrupt:
@@ -315,7 +320,7 @@ def test(
     """Check every output: the strict verdict decides, the official one is shown beside it."""
     chosen = choose_cases("test", case, cases)
     run = Run("test", submission, backend, timeout, json)
-    run.ask_all(chosen, lambda worker, one, _: worker.ask("test", args=one.args, full=True))
+    run.ask_all(chosen, lambda ask_worker, one: ask_worker("test", args=one.args, full=True))
     run.finish(test_table(run.results))
 
 
@@ -325,16 +330,16 @@ def _timed(mode: str, chosen: list[TestCase], run: Run, repeats: int | None, sec
         protocol = replace(protocol, max_repeats=repeats)
     warm = False
 
-    def ask(worker: Worker, one: TestCase, on_progress: Any) -> dict[str, Any]:
+    def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
         nonlocal warm
         limit_s = seconds
         if limit_s is None and not run.environment["on_gpu"]:
             limit_s = CPU_SECONDS_PER_CASE
         bounded = protocol if limit_s is None else replace(protocol, max_wall_ns=limit_s * 1e9)
         if not warm:
-            worker.ask("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
+            ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
             warm = True
-        return worker.ask("benchmark", on_progress, args=one.args, protocol=bounded, full=True)
+        return ask_worker("benchmark", args=one.args, protocol=bounded, full=True)
 
     run.ask_all(chosen, ask)
     table, means = timing_table(mode, run.results)
@@ -391,9 +396,9 @@ def profile(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
 
-    def ask(worker: Worker, one: TestCase, _: Any) -> dict[str, Any]:
+    def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
         path = str(trace / f"{case_label(one.args)}.json") if trace is not None else None
-        answer = worker.ask("profile", args=one.args, trace=path, warm=True)
+        answer = ask_worker("profile", args=one.args, trace=path, warm=True)
         if answer["good"]:
             run.console.print(f"\n{case_label(one.args)}, arm {answer['arm'] or '-'}", markup=False)
             run.console.print(answer["report"], markup=False, soft_wrap=True)

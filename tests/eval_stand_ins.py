@@ -87,7 +87,7 @@ def run_platform(folder, *args, cases=None, **env):
     process = subprocess.Popen(
         [sys.executable, "eval.py", *args],
         cwd=folder,
-        env={**os.environ, "POPCORN_FD": str(write_end), **env},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "POPCORN_FD": str(write_end), **env},
         pass_fds=[write_end],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -100,10 +100,10 @@ def run_platform(folder, *args, cases=None, **env):
     return process.returncode, lines, stderr
 
 
-def run_person(*args, cwd=ROOT, **env):
-    """Run the command line without POPCORN_FD; returns the finished process with text output."""
+def run_person(*args, **env):
+    """Run the command line without POPCORN_FD as a process of its own; returns it finished, with text output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("POPCORN", "MLA_"))}
     return subprocess.run(
         [sys.executable, str(ROOT / "eval.py"), *map(str, args)],
-        cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env={**clean, **env}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

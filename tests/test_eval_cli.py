@@ -1,0 +1,241 @@
+"""The person's side of eval.py: tables, JSON, broken submissions, limits and exit codes."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+from eval_stand_ins import EVERY_SECOND_TOKEN, EXACT, ROOT, ZEROS, case_line, run_person
+from typer.testing import CliRunner
+
+from bench import cli
+from eval import Worker
+from task import BENCHMARKS, TESTS
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND", "")  # restores what --backend sets
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cases are tiny and workers run side by side
+
+
+def run_here(*args):
+    """The command line in this process, its worker in another; saves importing torch twice."""
+    return CliRunner().invoke(cli.app, list(map(str, args)), prog_name="python eval.py")
+
+
+def write(folder, source, name="other.py"):
+    path = folder / name
+    path.write_text(source)
+    return path
+
+
+# ---- test ----
+
+
+def test_own_submission_passes_and_names_its_arm(tmp_path):
+    report = tmp_path / "report.json"
+    done = run_person("test", "--case", "2x1024", "--case", "2x256x2", "--json", report, "--timeout", 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(report.read_text())
+    assert [case["case"] for case in result["cases"]] == ["2x1024", "2x256x2"]
+    assert result["passed"] and result["mode"] == "test" and result["submission"] == "submission.py"
+    for case in result["cases"]:
+        assert case["good"] and case["official_good"] and case["arm"]
+        assert 0 < case["strict"]["kernel_error"] < case["strict"]["kernel_bound"]
+        assert case["arm"] in done.stdout
+    for name in ("timing", "device", "driver", "torch", "triton", "aiter", "commit"):
+        assert result["environment"][name] in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_backend_reaches_the_submission():
+    done = run_here("test", "--case", "2x256", "--backend", "torch_bmm")
+    assert done.exit_code == 0 and "torch_bmm" in done.stdout
+    done = run_here("test", "--case", "2x256", "--backend", "no_such_arm")
+    assert done.exit_code == 112 and "got 'no_such_arm'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "strict", "official"),
+    [(EXACT, "pass", "pass"), (ZEROS, "FAIL", "pass"), (EVERY_SECOND_TOKEN, "FAIL", "pass")],
+    ids=["exact", "zeros", "every second token"],
+)
+def test_bad_submissions_that_the_official_check_forgives_are_told_apart(tmp_path, source, strict, official):
+    done = run_here("test", "--case", "2x8192", "--submission", write(tmp_path, source))
+    row = next(line for line in done.stdout.splitlines() if line.startswith("│ 2x8192"))
+    assert [cell.strip() for cell in row.split("│")][-3:-1] == [strict, official]
+    assert done.exit_code == (0 if strict == "pass" else 112)
+
+
+# Batch size chooses the fault.
+FAULTS = EXACT.replace(
+    "    q, kv_data",
+    """    out = exact(data)
+    fault = data[4]["batch_size"]
+    if fault == 2:
+        return out[:, :8]
+    if fault == 3:
+        return out.float()
+    if fault == 4:
+        raise RuntimeError("boom\\nand more")
+    if fault == 5:
+        out[0, 0, 0] = float("nan")
+    if fault == 6:
+        return None
+    if fault == 7:
+        raise SystemExit("leaving")
+    if fault == 8:
+        import os
+        os._exit(9)
+    return out
+
+def exact(data):
+    q, kv_data""",
+)
+FAULT_MESSAGES = {
+    "2x1024": r"output: expected shape \(2, 16, 512\), got \(2, 8, 512\)",
+    "3x1024": r"output: expected dtype torch.bfloat16, got torch.float32",
+    "4x1024": r"RuntimeError: boom \| and more \(other.py, line \d+\)",
+    "5x1024": r"output: expected finite values, got 1 NaN or Inf.*",
+    "6x1024": r"output: expected a torch.Tensor, got NoneType",
+    "7x1024": r"SystemExit: leaving \(other.py, line \d+\)",
+    "8x1024": r"worker process died, exit code 9",
+}
+
+
+def test_each_fault_gets_one_line_and_the_other_cases_go_on(tmp_path):
+    labels = ["1x1024", *FAULT_MESSAGES, "9x1024"]
+    options = [word for label in labels for word in ("--case", label)]
+    done = run_here("test", *options, "--submission", write(tmp_path, FAULTS))
+    assert done.exit_code == 112
+    failures = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert len(failures) == len(FAULT_MESSAGES)
+    for line, (label, message) in zip(failures, FAULT_MESSAGES.items(), strict=True):
+        assert re.fullmatch(f"FAIL {label}: {message}", line), line
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def custom_kernel(data)\n    pass\n", r"SyntaxError: .*other.py, line 1\)"),
+        ("import no_such_module\n", r"ModuleNotFoundError: No module named 'no_such_module' \(other.py, line 1\)"),
+        ("custom_kernel = 3\n", r"AttributeError: other.py defines no function custom_kernel"),
+    ],
+)
+def test_a_submission_that_cannot_be_loaded_fails_every_case(tmp_path, source, message):
+    with Worker(write(tmp_path, source)) as worker:
+        for case in TESTS[:2]:
+            answer = worker.ask("test", args=case, full=True)
+            assert not answer["good"] and re.fullmatch(message, answer["message"])
+
+
+def test_a_hang_ends_at_the_limit(tmp_path):
+    hang = "import time\n\ntime.sleep(1000)\n"
+    done = run_here("test", "--case", "1x64", "--case", "2x64", "--timeout", 1, "--submission", write(tmp_path, hang))
+    assert done.exit_code == 112
+    for label in ("1x64", "2x64"):
+        assert f"FAIL {label}: no result within 1 s, worker ended" in done.stdout
+
+
+# ---- timed modes and profile ----
+
+
+@pytest.mark.parametrize("mode", ["benchmark", "leaderboard"])
+def test_timed_modes_report_times_and_the_roof(tmp_path, mode):
+    report = tmp_path / "report.json"
+    options = ["--case", "2x1024", "--case", "1x1024", "--repeats", 4, "--seconds", 30, "--json", report]
+    done = run_here(mode, *options)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    result = json.loads(report.read_text())
+    for case in result["cases"]:
+        time, reader = case["time"], case["reader_time"]
+        assert 3 <= time["runs"] <= 4 and time["runs"] == reader["runs"]
+        assert 0 < time["p20_us"] <= time["median_us"] <= time["p80_us"]
+        bytes_per_token = {"bf16": 1152, "fp8": 576, "mxfp4": 288 + 24}[case["kv"]]
+        assert case["kv_bytes"] == case["args"]["batchsize"] * case["args"]["kvseqlen"] * bytes_per_token
+        assert case["gb_per_s"] == pytest.approx(case["kv_bytes"] / time["median_us"] / 1e3)
+        assert case["percent_of_reader"] == pytest.approx(100 * reader["median_us"] / time["median_us"])
+    medians = [case["time"]["median_us"] for case in result["cases"]]
+    assert result["geomean_median_us"] == pytest.approx(math.sqrt(medians[0] * medians[1]))
+    assert "geometric mean" in done.stdout
+
+
+def test_benchmark_of_a_wrong_submission_prints_no_time(tmp_path):
+    done = run_here("benchmark", "--case", "2x1024", "--submission", write(tmp_path, ZEROS))
+    assert done.exit_code == 112
+    assert "FAIL 2x1024" in done.stdout and "geometric mean" not in done.stdout
+
+
+def test_profile_prints_operations_and_writes_a_trace(tmp_path):
+    done = run_here("profile", "--case", "1x256", "--trace", tmp_path / "traces")
+    assert done.exit_code == 0, done.stdout + done.stderr
+    assert "Self CPU" in done.stdout
+    assert json.loads((tmp_path / "traces" / "1x256.json").read_text())["traceEvents"]
+
+
+# ---- words and codes ----
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["tset"], "tset"),
+        (["test", "--no-such-option"], "--no-such-option"),
+        (["test", "--case", "4by1024"], "4by1024"),
+        (["test", "--case", "0x1024"], "0x1024"),
+        (["test", "--submission", "no_such_file.py"], "no_such_file.py"),
+        (["benchmark", "--repeats", "0"], "--repeats"),
+        (["test", "--case", "4x1024", "--cases", "cases.txt"], "expected one of --case and --cases"),
+    ],
+)
+def test_wrong_usage_is_2(args, named):
+    done = run_here(*args)
+    assert done.exit_code == 2 and named in done.stderr
+
+
+def test_case_file_by_hand(tmp_path):
+    cases = tmp_path / "cases.txt"
+    cases.write_text(case_line(2, 1024, 3))
+    done = run_here("test", "--cases", cases)
+    assert done.exit_code == 0 and "2x1024" in done.stdout
+    cases.write_text(case_line() + "\n\n")
+    done = run_here("test", "--cases", cases)
+    assert done.exit_code == 113 and "expected 'name: value', got ''" in done.stderr
+
+
+def test_official_cases_are_the_default():
+    assert [case.args for case in cli.choose_cases("test", None, None)] == TESTS
+    assert [case.args for case in cli.choose_cases("benchmark", None, None)] == BENCHMARKS
+
+
+def test_case_words_take_the_official_seed_of_their_shape():
+    case = cli.parse_case_word("32x8192", [*BENCHMARKS, *TESTS])
+    assert case.args == {"batchsize": 32, "qseqlen": 1, "kvseqlen": 8192, "seed": 5415}
+    case = cli.parse_case_word("3x5x2", BENCHMARKS)
+    assert case.args == {"batchsize": 3, "qseqlen": 2, "kvseqlen": 5, "seed": cli.DEFAULT_SEED}
+    with pytest.raises(typer.BadParameter):
+        cli.parse_case_word("32x", BENCHMARKS)
+
+
+def test_percentiles():
+    summary = cli.time_summary([1e3 * time_us for time_us in range(11)])
+    assert summary == {"runs": 11, "median_us": 5, "mean_us": 5, "p20_us": 2, "p80_us": 8}
+    assert cli.time_summary([7e3])["p80_us"] == 7
+
+
+def test_help_needs_no_torch_and_missing_extra_is_named():
+    code = "import sys; sys.modules['torch'] = None; import eval; eval.main([{!r}])"
+    env = {name: value for name, value in os.environ.items() if name != "POPCORN_FD"}
+    done = subprocess.run(
+        [sys.executable, "-c", code.format("--help")], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "benchmark" in done.stdout
+    code = "import sys; sys.modules['typer'] = None; import eval; sys.exit(eval.main(['test']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install -e '.[cli]'" in done.stderr
