@@ -193,16 +193,19 @@ def _combine(
     t = tl.program_id(2).to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
     row = (t * SPLITS + offs_s) * H + h
+    kv_scale = tl.load(kv_scale_ptr)
     if DEPENDENT:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    lse = tl.load(lse_ptr + row, mask=offs_s < SPLITS, other=float("-inf"))
-    top = tl.max(lse, 0)
-    w = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - top))
-    # An empty split's partial is never read: it may hold anything.
-    part = tl.load(part_ptr + row[:, None] * D + offs_d[None, :], mask=(lse != float("-inf"))[:, None], other=0.0)
+    mask_s = offs_s < SPLITS
+    lse = tl.load(lse_ptr + row, mask=mask_s, other=float("-inf"))
+    part = tl.load(part_ptr + row[:, None] * D + offs_d[None, :], mask=mask_s[:, None], other=0.0)
+    # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
+    empty = lse == float("-inf")
+    part = tl.where(empty[:, None], 0.0, part.to(tl.float32))
+    w = tl.where(empty, 0.0, tl.exp2(lse - tl.max(lse, 0)))
     total = tl.sum(w, 0)
-    o = tl.sum(part.to(tl.float32) * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (t * H + h) * D + offs_d, (o * tl.load(kv_scale_ptr)).to(tl.bfloat16))
+    o = tl.sum(part * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + (t * H + h) * D + offs_d, (o * kv_scale).to(tl.bfloat16))
 
 
 # ---- Gluon: one launch ----
@@ -235,18 +238,20 @@ def _merge_partials(
     """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
     offs_h = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     offs = offs_h[:, None] * 512 + gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))[None, :]
-    top = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    for s in gl.static_range(SPLITS):
-        top = gl.maximum(top, gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg"))
+    m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     norm = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([16, 512], gl.float32, LAYOUT)
     for s in gl.static_range(SPLITS):
         lse = gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg")
-        mask = lse != float("-inf")
-        w = gl.where(mask, gl.exp2(lse - top), 0.0)
-        part = gl.load(part_ptr + s * 8192 + offs, mask=mask[:, None], other=0.0, cache_modifier=".cg")
-        norm += w
-        acc += part.to(gl.float32) * w[:, None]
+        part = gl.load(part_ptr + s * 8192 + offs, cache_modifier=".cg").to(gl.float32)
+        # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
+        empty = lse == float("-inf")
+        m_new = gl.maximum(m, lse)
+        w = gl.where(empty, 0.0, gl.exp2(lse - m_new))
+        rescale = gl.where(norm == 0.0, 0.0, gl.exp2(m - m_new))
+        norm = norm * rescale + w
+        acc = acc * rescale[:, None] + gl.where(empty[:, None], 0.0, part) * w[:, None]
+        m = m_new
     o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))[:, None]
     gl.store(out_ptr + offs, o.to(gl.bfloat16))
 
@@ -348,7 +353,7 @@ def _decode_fp8_hopper(
     ONE_LAUNCH: gl.constexpr,
     SPECULATE: gl.constexpr,
 ):
-    """Grid (SPLITS, total_q), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 110 KB.
+    """Grid (total_q, SPLITS), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 110 KB.
 
     S^T = K Q^T on the fp8 tensor cores straight from the ring, Q as hi + lo; softmax over tokens in registers with one
     exchange of maxima through shared memory; O^T += V^T P^T in fp16 with V converted once, from the same tile.
@@ -363,8 +368,8 @@ def _decode_fp8_hopper(
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 32])  # [64 tokens, 16 heads]
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])  # [64 dim pairs, 16 heads]
     V_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    split = gl.program_id(0)
-    t = gl.program_id(1)
+    t = gl.program_id(0)
+    split = gl.program_id(1)
 
     # Q before KV: it would queue behind the tiles.
     QN_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -801,10 +806,10 @@ def _launch_combine(
     """`dependent`: a CUDA dependent launch, whose start-up overlaps the end of the launch before it."""
     total_q, splits = lse.shape[:2]
     options = {"launch_pdl": True} if dependent else {}
-    block_d = 512 if splits <= 8 else 256 if splits <= 16 else 128
+    block_d = 512 if splits <= 4 else 256 if splits <= 8 else 128 if splits <= 16 else 64
     _combine[(D_V // block_d, H_Q, total_q)](
         part, lse, kv_scale, out, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d,
-        DEPENDENT=dependent, num_warps=4 if splits >= 8 else 2, **options,
+        DEPENDENT=dependent, num_warps=2 if splits <= 4 else 1, **options,
     )  # fmt: skip
 
 
@@ -825,7 +830,7 @@ def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
     one_launch = config.one_launch and config.splits > 1
     rows = kv.view(problem.total_kv, D_QK) if kv.is_contiguous() else kv[:, 0]
-    _decode_fp8_hopper[(config.splits, problem.total_q)](
+    _decode_fp8_hopper[(problem.total_q, config.splits)](
         q, TensorDescriptor.from_tensor(rows, [64, D_V], gl.NVMMASharedLayout(128, 8, 2)),
         TensorDescriptor.from_tensor(rows, [64, D_ROPE], gl.NVMMASharedLayout(64, 8, 2)),
         kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
