@@ -240,7 +240,8 @@ class ColdTimer:
         return start.elapsed_time(end) * 1e6, result
 
 
-def _version(*names: str) -> str:
+def package_version(*names: str) -> str:
+    """Version of the first installed distribution among `names`."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -293,8 +294,8 @@ def describe_environment(timer: ColdTimer) -> dict[str, str]:
         "driver": _driver_version(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "triton": _version("triton", "pytorch-triton-rocm"),
-        "aiter": _version("amd-aiter", "aiter"),
+        "triton": package_version("triton", "pytorch-triton-rocm"),
+        "aiter": package_version("amd-aiter", "aiter"),
         "commit": commit,
     }
 
