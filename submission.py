@@ -271,9 +271,7 @@ def _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row, pred):
 @_gluon_jit
 def _exp2(x):
     """2^x by the special function unit, denormal results flushed to zero."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @_gluon_jit
@@ -345,13 +343,11 @@ def _decode_fp8_hopper(
     ticket_ptr,  # int32 [total_q], zero between launches
     softmax_scale,
     s_q,
-    s_kv,  # expected length of every sequence; a wrong guess costs time, not correctness
     stride_q_t,
     stride_q_h,
     n_chunks,  # 4, passed so that the loops over Q's chunks stay rolled: less cold code
     SPLITS: gl.constexpr,
     ONE_LAUNCH: gl.constexpr,
-    SPECULATE: gl.constexpr,
 ):
     """Grid (total_q, SPLITS), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 110 KB.
 
@@ -392,34 +388,15 @@ def _decode_fp8_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
     b = t // s_q
-    hidden = s_q - 1 - t % s_q  # tokens at the end that a bottom-right causal query does not see
     kv_scale = gl.load(kv_scale_ptr)
-    if SPECULATE:
-        # The first tiles leave before kv_indptr has arrived, from where equal lengths would put them.
-        guess = gl.cdiv(gl.maximum(s_kv - hidden, 0), BLOCK_N)
-        guess_first = guess * split // SPLITS
-        guess_row = b * s_kv + guess_first * BLOCK_N
-        guess_n = guess * (split + 1) // SPLITS - guess_first
-        for i in gl.static_range(STAGES):
-            _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, guess_row + i * BLOCK_N, i < guess_n)
     kv_start = gl.load(kv_indptr + b)
-    kv_end = gl.load(kv_indptr + b + 1) - hidden
+    kv_end = gl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)  # bottom-right causal
     n_tiles = gl.cdiv(gl.maximum(kv_end - kv_start, 0), BLOCK_N)
     first = n_tiles * split // SPLITS
     n = n_tiles * (split + 1) // SPLITS - first
     row = kv_start + first * BLOCK_N
-    if SPECULATE:
-        if (row != guess_row) | (n != guess_n):
-            for i in gl.static_range(STAGES):
-                mbarrier.wait(bars.index(i), 0, pred=i < guess_n)
-            for i in gl.static_range(STAGES):
-                mbarrier.invalidate(bars.index(i))
-                mbarrier.init(bars.index(i), count=1)
-            for i in gl.static_range(STAGES):
-                _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
-    else:
-        for i in gl.static_range(STAGES):
-            _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
+    for i in gl.static_range(STAGES):
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
 
     # Q as hi + lo e4m3 under a power-of-two scale per head: rows 0-15 of the B operand are hi, 16-31 lo.
     QN_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -547,7 +524,6 @@ class Config:
     num_warps: int = 8
     programs_per_cu: int = 1
     one_launch: bool = False
-    speculate: bool = True
 
 
 @dataclass(frozen=True)
@@ -561,52 +537,70 @@ class Row:
 
 
 _TORCH = (Config("torch_bmm"), Config("torch_chunked"))
+_GPU = (Config("triton_fp8"), *_TORCH)
+
+
+def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
+    return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
+
+
+# The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
+# the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
     Row("cpu", None, None, (Config("torch_chunked"),)),
-    Row("sm90", None, None, (Config("hopper_fp8", programs_per_cu=2), Config("triton_fp8"), *_TORCH)),
-    Row("gfx950", None, None, (Config("triton_fp8"), *_TORCH)),
-    Row("gpu", None, None, (Config("triton_fp8"), *_TORCH)),
+    _hopper(4, 1024, 16),  # 10.0 us, reader 5.1
+    _hopper(4, 8192, 32),  # 15.8 us, reader 10.3
+    _hopper(32, 1024, 4),  # 15.9 us, reader 10.2
+    _hopper(32, 8192, 8),  # 54.0 us, reader 45.6
+    _hopper(64, 1024, 2),  # 22.5 us, reader 16.2
+    _hopper(64, 8192, 4),  # 89.1 us, reader 78.6
+    _hopper(256, 1024, 1),  # 52.3 us, reader 46.0
+    _hopper(256, 8192, 1),  # 291.7 us, reader 275.0
+    _hopper(None, None, 0),
+    Row("gfx950", None, None, _GPU),
+    Row("gpu", None, None, _GPU),
 )
 
 MAX_SPLITS = 32
 
 
-def choose_splits(rows: int, kv_len: int, block_n: int, slots: int) -> int:
-    """Splits per sequence that minimise the modelled time of one call, in units of one tile's time.
+def choose_splits(rows: int, kv_len: int, block_n: int, num_cu: int, programs_per_cu: int) -> int:
+    """Splits per sequence that minimise the modelled time of one call, in tile times of a busy CU (or SM).
 
-    `rows` query rows over `kv_len` tokens in tiles of `block_n`, on a machine that runs `slots` programs at a time.
-    A round of programs costs its tiles plus one tile of start-up; each split's partial is written and read back:
-    2 x 16 KiB against 36 KiB for a 64-token tile, about one tile of traffic, shared by all slots; splitting at all
-    costs a second pass of about two tiles' time.
+    `rows` query rows over `kv_len` tokens in tiles of `block_n`; a CU holds `programs_per_cu` programs at a time. They
+    share its bandwidth, and a program alone on a CU made for several gets at most 1 / 1.2 of it. A round of programs
+    starts up in 2 tile times. Splitting costs a second pass of 2, and a partial's 16 KiB written and read about 1.
 
-    Worked example, 132 slots, tiles of 64: 32 rows x 8192 are 128 tiles each. 1 split: 1 round x 129 = 129.
-    4 splits: 128 programs, 1 round x 33 + 1 + 2 = 36. 8 splits: 256 programs, 2 rounds x 17 + 2 + 2 = 38. So 4.
+    Worked example, 32 rows x 8192 on 132 SMs of 2 programs, 128 tiles of 64. 1 split: 32 programs, each alone,
+    2 + 128 x 1.2 = 155.6. 4 splits: 128 programs, 2 + 32 x 1.2 + 2 + 1.0 = 43.4. 8 splits: 256 programs, two on an SM,
+    2 + 16 x 2 + 2 + 1.9 = 37.9. 12 splits: a second round, 2 x (2 + 11 x 2) + 2 + 2.9 = 52.9. So 8.
     """
     tiles = -(-kv_len // block_n)
+    alone = 1.2 if programs_per_cu > 1 else 1.0
 
-    def time_tiles(splits: int) -> float:
-        rounds = -(-rows * splits // slots)
-        merge = 0 if splits == 1 else 2 + rows * splits / slots
-        return rounds * (-(-tiles // splits) + 1) + merge
+    def tile_times(splits: int) -> float:
+        programs = rows * splits
+        rounds = -(-programs // (num_cu * programs_per_cu))
+        tile_time = max(alone, min(programs_per_cu, -(-programs // num_cu)))
+        merge = 0 if splits == 1 else 2 + programs / num_cu
+        return rounds * (2 + -(-tiles // splits) * tile_time) + merge
 
-    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=time_tiles)
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=tile_times)
+
+
+def _with_splits(config: Config, rows: int, kv_len: int, target: Target) -> Config:
+    if config.splits or not target.num_cu:
+        return config
+    splits = choose_splits(rows, kv_len, config.block_n, target.num_cu, config.programs_per_cu)
+    return replace(config, splits=splits)
 
 
 def select_config(batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1) -> tuple[Config, ...]:
     """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in."""
     for row in TABLE:
         if row.target == target.name and row.batch_size in (None, batch_size) and row.kv_seq_len in (None, kv_seq_len):
-            return tuple(
-                config
-                if config.splits or not target.num_cu
-                else replace(
-                    config,
-                    splits=choose_splits(
-                        batch_size * q_seq_len, kv_seq_len, config.block_n, target.num_cu * config.programs_per_cu
-                    ),
-                )
-                for config in row.configs
-            )
+            rows = batch_size * q_seq_len
+            return tuple(_with_splits(config, rows, kv_seq_len, target) for config in row.configs)
     raise ValueError(f"target: expected one of {sorted({row.target for row in TABLE})}, got {target.name!r}")
 
 
@@ -834,8 +828,8 @@ def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
         q, TensorDescriptor.from_tensor(rows, [64, D_V], gl.NVMMASharedLayout(128, 8, 2)),
         TensorDescriptor.from_tensor(rows, [64, D_ROPE], gl.NVMMASharedLayout(64, 8, 2)),
         kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
-        problem.sm_scale * LOG2E, problem.q_seq_len, problem.kv_seq_len, q.stride(0), q.stride(1), 4,
-        SPLITS=config.splits, ONE_LAUNCH=one_launch, SPECULATE=config.speculate, num_warps=4,
+        problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0), q.stride(1), 4,
+        SPLITS=config.splits, ONE_LAUNCH=one_launch, num_warps=4,
     )  # fmt: skip
     if config.splits > 1 and not one_launch:
         _launch_combine(part, lse, kv_scale, out, dependent=True)
@@ -989,8 +983,8 @@ def _make_plan(problem: Problem, forced: str) -> Plan:
     target = _target(problem.device)
     candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len)
     if forced:
-        slots = max(1, target.num_cu)
-        default = Config(forced, splits=choose_splits(problem.total_q, problem.kv_seq_len, Config.block_n, slots))
+        target = replace(target, num_cu=target.num_cu or 1)
+        default = _with_splits(Config(forced), problem.total_q, problem.kv_seq_len, target)
         return bind(problem, next((config for config in candidates if config.arm == forced), default))
     reasons = {c: ARMS[c.arm].why_not(problem) for c in candidates}
     config = next(c for c in candidates if reasons[c] is None)

@@ -37,8 +37,8 @@ def hopper_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Config
     splits = [s for s in SPLITS if s == 1 or s <= tiles and batch_size * s <= 4 * num_cu]
     splits = [s for s in splits if batch_size * s >= num_cu // 4] or splits[-1:]
     return [
-        Config("hopper_fp8", splits=s, one_launch=one_launch, speculate=speculate)
-        for s, one_launch, speculate in itertools.product(splits, (False, True), (False, True))
+        Config("hopper_fp8", splits=s, one_launch=one_launch, programs_per_cu=2)
+        for s, one_launch in itertools.product(splits, (False, True))
         if not (one_launch and (s == 1 or s > 16))
     ]
 
@@ -47,8 +47,8 @@ def portable_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Conf
     """The portable kernel over tile heights and warps, splits by the model and their neighbours."""
     configs = []
     for block_n, num_warps in ((32, 4), (64, 4), (64, 8)):
-        best = submission.choose_splits(batch_size, kv_seq_len, block_n, num_cu)
-        for splits in {max(1, best // 2), best, best * 2}:
+        best = submission.choose_splits(batch_size, kv_seq_len, block_n, num_cu, 1)
+        for splits in sorted({max(1, best // 2), best, best * 2}):
             configs.append(Config("triton_fp8", splits=splits, block_n=block_n, num_warps=num_warps))
     return configs
 
