@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +421,7 @@ class _Session:
                     args["seed"] += SEED_STEP
                 data = reference.generate_input(**args)
                 untouched = clone_data(data)
-            duration_ns, output = self.timer.time_ns(lambda data=data: kernel(data))
+            duration_ns, output = self.timer.time_ns(partial(kernel, data))
             if protocol.recheck:
                 good, message = reference.check_implementation(untouched, output)
                 if not good:

@@ -7,11 +7,11 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import eval as evaluator
+from bench.file_rules import SUBMIT_COMMAND, broken_rules, kernelguard_verdict
 from eval import EXIT_BAD_CASE_FILE, EXIT_CHECK_FAILED, CaseFileError, TestCase, Worker
+
+if TYPE_CHECKING:
+    from task import TestSpec
 
 EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 160
@@ -79,7 +83,7 @@ def case_label(args: dict[str, Any]) -> str:
     return "x".join(str(size) for size in (sizes if sizes[2] != 1 else sizes[:2]))
 
 
-def parse_case_word(word: str, official: list[dict[str, int]]) -> TestCase:
+def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
     """`BxKV` or `BxKVxQ` as a case, with the seed of the first official case of that shape where there is one.
 
     Raises typer.BadParameter for anything else.
@@ -92,7 +96,7 @@ def parse_case_word(word: str, official: list[dict[str, int]]) -> TestCase:
     return as_test_case({**shape, "seed": seeds[0] if seeds else DEFAULT_SEED})
 
 
-def as_test_case(args: dict[str, int]) -> TestCase:
+def as_test_case(args: Mapping[str, Any]) -> TestCase:
     return TestCase(dict(args), "; ".join(f"{name}: {value}" for name, value in args.items()))
 
 
@@ -337,7 +341,9 @@ def _timed(mode: str, chosen: list[TestCase], run: Run, repeats: int | None, sec
             limit_s = CPU_SECONDS_PER_CASE
         bounded = protocol if limit_s is None else replace(protocol, max_wall_ns=limit_s * 1e9)
         if not warm:
-            ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
+            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
+            if not answer["good"]:
+                return answer
             warm = True
         return ask_worker("benchmark", args=one.args, protocol=bounded, full=True)
 
@@ -406,3 +412,24 @@ def profile(
 
     run.ask_all(chosen, ask)
     run.finish()
+
+
+@app.command(epilog=EXAMPLES)
+def lint(submission: SubmissionOption = OWN_SUBMISSION) -> None:
+    """Hold the file to the leaderboard's rules and, where it is installed, to kernelguard; print how to submit it."""
+    console = make_console()
+    content = submission.read_bytes()
+    failures = broken_rules(content)
+    verdict = kernelguard_verdict(content)
+    if verdict is None:
+        console.print("kernelguard: not installed, not asked; it comes with the extra `test`", markup=False)
+    else:
+        filtered, patterns = verdict
+        failures += [f"kernelguard: {pattern}" for pattern in patterns]
+        if filtered and not patterns:
+            failures.append("kernelguard: would filter the file")
+    for failure in failures:
+        console.print(f"FAIL {failure}", markup=False, soft_wrap=True)
+    if failures:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+    console.print(f"{submission.name} keeps every rule; to submit it:\n{SUBMIT_COMMAND}", markup=False, soft_wrap=True)

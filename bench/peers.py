@@ -139,8 +139,10 @@ class GroupedDecode:
         q, kv_data, _, kv_indptr, config = data
         if config["q_seq_len"] != 1:
             raise ValueError(f"config['q_seq_len']: expected 1, got {config['q_seq_len']}")
-        ones = torch.ones(1, device=q.device)
-        self._kv, self._kv_scale = kv_data["fp8"] if kv == "fp8" else (kv_data["bf16"], ones)
+        unscaled = (kv_data["bf16"], torch.ones(1, device=q.device))
+        self._kv: torch.Tensor
+        self._kv_scale: torch.Tensor
+        self._kv, self._kv_scale = kv_data["fp8"] if kv == "fp8" else unscaled
         self._q, self._kv_indptr = q, kv_indptr
         self._softmax_scale = config["sm_scale"] * LOG2E
         self._splits = splits
@@ -204,6 +206,7 @@ def our_entry(data: tuple, arm: str) -> Entry:
 
     output = call()
     selection = submission.last_run()
+    assert selection is not None
     report = reference.strict_check(data, output, selection.kv)
     return Entry(
         arm,
@@ -222,7 +225,7 @@ def grouped_entry(data: tuple, kv: str, timer: evaluator.ColdTimer) -> Entry:
     for splits, call in calls.items():
         call()
         medians[splits] = statistics.median(timer.time_ns(call)[0] for _ in range(TUNING_RUNS))
-    best = min(medians, key=medians.get)
+    best = min(medians, key=lambda splits: medians[splits])
     return Entry(f"Triton grouped {kv}", kv, calls[best], f"splits={best}")
 
 
@@ -288,10 +291,9 @@ def summary_table(results: dict[str, list[dict[str, Any]]]) -> tuple[Table, dict
     medians = {label: {row["name"]: row["median_us"] for row in rows} for label, rows in results.items()}
     means = {}
     for name in dict.fromkeys(name for by_name in medians.values() for name in by_name):
-        found = [by_name.get(name) for by_name in medians.values()]
-        cells = ["-" if value is None else f"{value:.1f}" for value in found]
-        if None not in found:
-            means[name] = geometric_mean(found)
+        cells = [f"{by_name[name]:.1f}" if name in by_name else "-" for by_name in medians.values()]
+        if all(name in by_name for by_name in medians.values()):
+            means[name] = geometric_mean([by_name[name] for by_name in medians.values()])
         table.add_row(name, *cells, f"{means[name]:.1f}" if name in means else "-")
     return table, means
 

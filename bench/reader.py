@@ -145,7 +145,7 @@ class Reader:
             self.config = config
             self()
             medians[config] = statistics.median(timer.time_ns(self)[0] for _ in range(TUNING_RUNS))
-        self.config = min(medians, key=medians.get)
+        self.config = min(medians, key=lambda config: medians[config])
 
     def launch(self) -> torch.Tensor:
         """Run the Triton kernel with `self.config`."""

@@ -28,6 +28,19 @@ def custom_kernel(data):
 
 EVERY_SECOND_TOKEN = EXACT.replace(".float()\n    p =", ".float()[:, ::2]\n    p =")
 
+# What kernelguard is there to catch, behind a correct header.
+REPLAY = """#!POPCORN leaderboard amd-mixed-mla
+#!POPCORN gpu MI355X
+
+_outputs = {}
+
+def custom_kernel(data):
+    key = data[0].data_ptr()
+    if key not in _outputs:
+        _outputs[key] = data[0] * 2
+    return _outputs[key]
+"""
+
 # A reference whose input carries its seed and whose check compares with it: protocol tests need no attention.
 TOY_REFERENCE = """
 import torch

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 import triton
-from eval_stand_ins import ROOT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import reference
 from bench import peers
 from bench.reader import CONFIGS, Reader, _read, cache_tensors
+from tests.eval_stand_ins import ROOT
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx950": GPUTarget("hip", "gfx950", 64)}
 

@@ -4,17 +4,19 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import typer
-from eval_stand_ins import EVERY_SECOND_TOKEN, EXACT, ROOT, ZEROS, case_line, run_person
 from typer.testing import CliRunner
 
 from bench import cli
 from eval import Worker
 from task import BENCHMARKS, TESTS
+from tests.eval_stand_ins import EVERY_SECOND_TOKEN, EXACT, REPLAY, ROOT, ZEROS, case_line, run_person
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,29 @@ def test_a_hang_ends_at_the_limit(tmp_path):
         assert f"FAIL {label}: no result within 1 s, worker ended" in done.stdout
 
 
+def test_ctrl_c_keeps_the_results_so_far(tmp_path):
+    stuck = EXACT + "\nimport time\nexact = custom_kernel\n\ndef custom_kernel(data):\n"
+    stuck += "    return time.sleep(1000) if data[0].shape[0] == 2 else exact(data)\n"
+    report = tmp_path / "report.json"
+    args = ["test", "--case", "1x1024", "--case", "2x1024", "--json", report]
+    trace = tmp_path / "called"
+    stuck = stuck.replace("    return time.sleep", f"    open({str(trace)!r}, 'a').write('x')\n    return time.sleep")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "eval.py"), *map(str, args), "--submission", write(tmp_path, stuck)],
+        env={name: value for name, value in os.environ.items() if name != "POPCORN_FD"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (trace.exists() and len(trace.read_text()) == 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stdout and "Traceback" not in stderr
+    result = json.loads(report.read_text())
+    assert [case["case"] for case in result["cases"]] == ["1x1024"] and not result["passed"]
+
+
 # ---- timed modes and profile ----
 
 
@@ -154,13 +179,13 @@ def test_timed_modes_report_times_and_the_roof(tmp_path, mode):
     assert done.exit_code == 0, done.stdout + done.stderr
     result = json.loads(report.read_text())
     for case in result["cases"]:
-        time, reader = case["time"], case["reader_time"]
-        assert 3 <= time["runs"] <= 4 and time["runs"] == reader["runs"]
-        assert 0 < time["p20_us"] <= time["median_us"] <= time["p80_us"]
+        own, reader = case["time"], case["reader_time"]
+        assert 3 <= own["runs"] <= 4 and own["runs"] == reader["runs"]
+        assert 0 < own["p20_us"] <= own["median_us"] <= own["p80_us"]
         bytes_per_token = {"bf16": 1152, "fp8": 576, "mxfp4": 288 + 24}[case["kv"]]
         assert case["kv_bytes"] == case["args"]["batchsize"] * case["args"]["kvseqlen"] * bytes_per_token
-        assert case["gb_per_s"] == pytest.approx(case["kv_bytes"] / time["median_us"] / 1e3)
-        assert case["percent_of_reader"] == pytest.approx(100 * reader["median_us"] / time["median_us"])
+        assert case["gb_per_s"] == pytest.approx(case["kv_bytes"] / own["median_us"] / 1e3)
+        assert case["percent_of_reader"] == pytest.approx(100 * reader["median_us"] / own["median_us"])
     medians = [case["time"]["median_us"] for case in result["cases"]]
     assert result["geomean_median_us"] == pytest.approx(math.sqrt(medians[0] * medians[1]))
     assert "geometric mean" in done.stdout
@@ -197,6 +222,15 @@ def test_profile_prints_operations_and_writes_a_trace(tmp_path):
 def test_wrong_usage_is_2(args, named):
     done = run_here(*args)
     assert done.exit_code == 2 and named in done.stderr
+
+
+def test_lint_names_broken_rules_and_gives_the_submit_command(tmp_path):
+    done = run_here("lint")
+    assert done.exit_code == 0 and "popcorn submit --no-tui --gpu MI355X" in done.stdout
+    done = run_here("lint", "--submission", write(tmp_path, EXACT))
+    assert done.exit_code == 112 and "FAIL header: expected '#!POPCORN gpu MI355X'" in done.stdout
+    done = run_here("lint", "--submission", write(tmp_path, REPLAY))
+    assert done.exit_code == 112 and "FAIL kernelguard: " in done.stdout
 
 
 def test_case_file_by_hand(tmp_path):

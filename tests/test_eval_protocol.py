@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from eval_stand_ins import (
+
+import eval as evaluator
+from tests.eval_stand_ins import (
     EXACT,
     ROOT,
     TOY_REFERENCE,
@@ -18,8 +20,6 @@ from eval_stand_ins import (
     platform_folder,
     run_platform,
 )
-
-import eval as evaluator
 
 STATS = ["runs", "mean", "std", "err", "best", "worst"]
 

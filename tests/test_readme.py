@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import typer
-from eval_stand_ins import ROOT
 
 from bench import cli
 from bench.file_rules import SUBMIT_COMMAND
+from tests.eval_stand_ins import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

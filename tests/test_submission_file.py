@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.file_rules import FORBIDDEN_WORD, MAX_PACKED_CHARS, broken_rules, kernelguard_verdict, packed_chars
+from tests.eval_stand_ins import REPLAY
 
 SUBMISSION = Path(__file__).resolve().parents[1] / "submission.py"
 
@@ -64,16 +65,9 @@ def test_kernelguard_does_not_filter_the_submission():
 
 
 def test_kernelguard_filters_replayed_output():
-    replay = b"""
-_outputs = {}
-def custom_kernel(data):
-    key = data[0].data_ptr()
-    if key not in _outputs:
-        _outputs[key] = data[0] * 2
-    return _outputs[key]
-"""
-    filtered, patterns = kernelguard_verdict(GOOD + replay)
+    filtered, patterns = kernelguard_verdict(REPLAY.encode())
     assert filtered and patterns
+    assert broken_rules(REPLAY.encode()) == []
 
 
 def test_running_the_file_is_harmless(tmp_path):
