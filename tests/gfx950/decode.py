@@ -26,7 +26,7 @@ class Instruction:
     fields: dict[str, int]
     address: int
     size: int
-    text: str
+    decoded: object  # tinygrad's
     program_start: int = 0
     # Registers by key (SGPR n, 256 + VGPR n, 512 + AGPR n); filled in by the operand accessors.
     reads: set[int] = field(default_factory=set)
@@ -37,6 +37,10 @@ class Instruction:
             return self.__dict__["fields"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+    @property
+    def text(self) -> str:
+        return repr(self.decoded)
 
     def get(self, name: str, default: int = 0) -> int:
         return self.fields.get(name, default)
@@ -68,4 +72,4 @@ def decode(code: bytes, address: int) -> Instruction:
         elif isinstance(bits, SRsrcField):
             raw *= 4
         fields[key] = raw
-    return Instruction(name, type(decoded).__name__, fields, address, decoded.size(), repr(decoded))
+    return Instruction(name, type(decoded).__name__, fields, address, decoded.size(), decoded)

@@ -9,7 +9,6 @@ from . import loader, ops_convert, ops_lane, ops_lds, ops_memory, ops_mfma, ops_
 from .decode import Instruction, decode
 from .operands import VGPR
 from .state import (
-    FULL_EXEC,
     LANES,
     LDS_BYTES,
     Deadlock,
@@ -26,7 +25,7 @@ from .state import (
 _BY_NAME = {**ops_lane.TABLE, **ops_convert.TABLE, **ops_lds.TABLE, **ops_vector.TABLE}
 _BY_NAME |= {name: ops_vector.alu for name in ops_vector.OPS}
 _BY_ENCODING = {**ops_scalar.ENCODINGS, **ops_memory.ENCODINGS}
-_LATE = (None, "late", "random")
+_LATE = (None, "late", "late memory", "random")
 # Chance, per instruction and wave, that random late loads let an outstanding access land.
 _LANDING_CHANCE = 0.05
 
@@ -127,7 +126,8 @@ class Emulator:
         num_warps: waves per work-group. lds_bytes: dynamic LDS, added to the kernel's static LDS.
         order: "ascending", "descending", "shuffled" (by `seed`) or a permutation of the linear work-group numbers.
         concurrent: work-groups in flight together; 1 runs them one after another, 0 all at once.
-        late_loads: None lands every access at once; "late" as late as the code's waits allow; "random" at a random
+        late_loads: None lands every access at once; "late" as late as the code's waits allow, "late memory" the same
+        but LDS instructions at once; "random" at a random
         point before that. quantum: instructions a wave runs before the next one's turn.
         uninitialised: "report" (a Finding), "raise" (Uninitialised) or "ignore".
         Raises ValueError for bad arguments and EmulatorError for what the program does wrong.
@@ -139,29 +139,38 @@ class Emulator:
         if uninitialised not in ("report", "raise", "ignore"):
             raise ValueError(f"uninitialised: expected 'report', 'raise' or 'ignore', got {uninitialised!r}")
         grid = tuple(grid) + (1,) * (3 - len(tuple(grid)))
-        launch = _Launch(self, self.code.kernels[kernel], grid, num_warps, memory)
-        launch.lds_bytes = launch.kernel.lds_bytes + lds_bytes
-        if launch.lds_bytes > LDS_BYTES:
-            raise ValueError(f"lds_bytes: expected at most {LDS_BYTES} with the static part, got {launch.lds_bytes}")
-        if len(kernarg) < launch.kernel.kernarg_bytes:
-            raise ValueError(f"kernarg: expected {launch.kernel.kernarg_bytes} bytes, got {len(kernarg)}")
+        chosen = self.code.kernels[kernel]
+        total_lds = chosen.lds_bytes + lds_bytes
+        if total_lds > LDS_BYTES:
+            raise ValueError(f"lds_bytes: expected at most {LDS_BYTES} with the static part, got {total_lds}")
+        if len(kernarg) < chosen.kernarg_bytes:
+            raise ValueError(f"kernarg: expected {chosen.kernarg_bytes} bytes, got {len(kernarg)}")
+        launch = Launch(self.program, chosen, grid, num_warps, memory, total_lds)
         launch.late_loads, launch.quantum, launch.uninitialised = late_loads, quantum, uninitialised
-        launch.max_instructions, launch.random = max_instructions, np.random.default_rng(seed)
+        launch.max_instructions = launch.remaining = max_instructions
+        launch.random = np.random.default_rng(seed)
         launch.kernarg = memory.add(np.frombuffer(kernarg, np.uint8), "kernarg")
         with np.errstate(all="ignore"):
             return launch.run(order, concurrent)
 
 
-class _Launch:
+class Launch:
     """One run: its work-groups, scheduler and report."""
 
-    def __init__(self, emulator: Emulator, kernel: loader.Kernel, grid, num_warps: int, memory: Memory):
-        self.program, self.kernel, self.grid = emulator.program, kernel, grid
-        self.num_warps, self.memory = num_warps, memory
-        self.counts = [0] * self.program.length
+    kernarg = 0
+    late_loads: str | None = None
+    quantum = 4
+    uninitialised = "report"
+    max_instructions = remaining = 200_000_000
+
+    def __init__(self, program: Program, kernel: loader.Kernel, grid, num_warps: int, memory: Memory, lds_bytes: int):
+        self.program, self.kernel, self.grid = program, kernel, grid
+        self.num_warps, self.memory, self.lds_bytes = num_warps, memory, lds_bytes
+        self.counts = [0] * program.length
         self.result = Run()
         self.reported = set()
         self.wave: Wave | None = None
+        self.random = np.random.default_rng(0)
 
     def _order(self, order) -> list[int]:
         groups = self.grid[0] * self.grid[1] * self.grid[2]
@@ -198,13 +207,15 @@ class _Launch:
         group = WorkGroup(number, index, Lds(self.lds_bytes, self.report), self.memory, self.report)
         for warp in range(self.num_warps):
             wave = Wave(group, warp, self.program.length)
-            self._set_registers(wave)
+            wave.late, wave.late_lds = self.late_loads is not None, self.late_loads != "late memory"
+            wave.pc = (self.kernel.entry - self.program.start) // 4
+            self.set_registers(wave)
             group.waves.append(wave)
         return group
 
-    def _set_registers(self, wave: Wave) -> None:
+    def set_registers(self, wave: Wave) -> None:
         """Initial registers: kernarg pointer, work-group ids, and the work-item id packed into v0."""
-        kernel, user = self.kernel, 0
+        kernel = self.kernel
         if kernel.properties & ~loader.KERNARG_POINTER & 0x7F:
             raise EmulatorError(f"{kernel.name}: kernel_code_properties {kernel.properties:#x} are not modelled")
         if kernel.properties & loader.KERNARG_POINTER:
@@ -219,9 +230,6 @@ class _Launch:
                 user += 1
         wave.u[0][...] = LANES + 64 * wave.number
         wave.defined[VGPR] = 1
-        wave.set_exec(FULL_EXEC)
-        wave.late = self.late_loads is not None
-        wave.pc = (kernel.entry - self.program.start) // 4
 
     def _turn(self, group: WorkGroup) -> None:
         progressed = False
@@ -231,14 +239,9 @@ class _Launch:
                 progressed = True
         if not progressed:
             for wave in group.waves:
-                wave.at_barrier = wave.stopped = False
-        elif sum(self.counts) > self.max_instructions if self.counts_due() else False:
+                wave.at_barrier = False
+        if self.remaining < 0:
             raise Deadlock(f"{self.kernel.name}: more than {self.max_instructions} wave-instructions")
-
-    def counts_due(self) -> bool:
-        """Now and then: adding up the counts is slow."""
-        self.turns = getattr(self, "turns", 0) + 1
-        return self.turns % 4096 == 0
 
     def _step(self, wave: Wave) -> None:
         """Up to `quantum` instructions of one wave."""
@@ -267,6 +270,7 @@ class _Launch:
                 operation(wave)
                 if wave.stopped:
                     break
+            self.remaining -= self.quantum
         except EmulatorError as error:
             self._explain(error, wave, program.start + 4 * index)
             raise
@@ -278,15 +282,12 @@ class _Launch:
 
     def _first_visit(self, wave: Wave, ins: Instruction) -> None:
         """Registers once written stay written, so looking at a wave's first visit finds every unwritten read."""
-        if not wave.late or ins.encoding not in ("DS", "SMEM", "MUBUF", "GLOBAL", "FLAT"):
-            written = ins.writes
-        else:
-            written = ()
         for register in ins.reads:
             if not wave.defined[register]:
                 self.report("uninitialised register", f"reads {_register_name(register)}, which nothing wrote")
-        for register in written:
-            wave.defined[register] = 1
+        # With late loads, what a memory instruction writes is written when it lands.
+        if not wave.late or ins.encoding not in ("DS", "SMEM", "MUBUF", "GLOBAL", "FLAT"):
+            wave.settle(ins)
 
     def _late_checks(self, wave: Wave, ins: Instruction) -> None:
         if not (wave.vm or wave.lds_queue or wave.smem):

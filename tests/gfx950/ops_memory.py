@@ -14,6 +14,7 @@ from .state import LANES, M0
 
 VM_LIMIT = 63
 NO_SADDR = 127
+SWIZZLE_ENABLE, ADD_TID_ENABLE = 1 << 31, 1 << 23  # in words 1 and 3 of a buffer resource
 _WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2} | {
     "dword": 4,
     "dwordx2": 8,
@@ -85,8 +86,7 @@ def _flat_addresses(ins: Instruction):
 def _buffer_offsets(ins: Instruction):
     """Reader of (addresses, in range) of the active lanes, for MUBUF.
 
-    Range check of a raw buffer: the whole element must lie within num_records. Strided and swizzled buffers are not
-    modelled.
+    Without swizzling, num_records counts bytes whatever the stride; the whole element must lie within it.
     """
     base, immediate = ins.srsrc, ins.offset
     ins.reads.update(range(base, base + 4))
@@ -96,17 +96,16 @@ def _buffer_offsets(ins: Instruction):
     row = rows_read(ins, ins.vaddr) if ins.offen else None
 
     def offsets(w, width):
-        start, stride, records = descriptor(w, base)
-        if stride and w.s[base + 3] & 1 << 23:
-            raise ins.unknown("swizzles, which is not modelled")
+        start, _, records = descriptor(w, base)
+        if w.s[base + 1] & SWIZZLE_ENABLE or w.s[base + 3] & ADD_TID_ENABLE:
+            raise ins.unknown("swizzles or adds the thread id, which is not modelled")
         extra = soffset(w)
         if row is None:
             count = 64 if w.full else int(w.lanes.sum())
             within = np.full(count, immediate, np.int64)
         else:
             within = active(w.u[row], w.mask) + immediate
-        limit = records * (stride or 1)
-        return within + (start + extra), within + (width + extra) <= limit
+        return within + (start + extra), within + (width + extra) <= records
 
     return offsets
 

@@ -1,10 +1,11 @@
 """Matrix instructions: float32 results from bf16, f16, f32, fp8 and the scaled or unscaled f8f6f4 operands.
 
-Layouts (M = N rows and columns, L = 64 / M lane groups): lane l holds row l % M of A and column l % M of B, its n
-elements being k = n * (l // M) ... ; accumulator register i of lane l is column l % M and, for M = 16, row
-4 * (l // 16) + i, for M = 32, row 8 * (i // 4) + 4 * (l // 32) + i % 4. An E8M0 scale sits in the lane whose 32
-elements it scales. EXEC is ignored. Sums are float32; the hardware's order and rounding inside one instruction are
-not modelled.
+Layouts (M = N rows and columns, L = 64 / M lane groups): lane l holds row l % M of A and column l % M of B. Its n
+elements are k = n * (l // M) and up, except that 32 elements of 8 bits come as two runs of 16, k = 16 * (l // M) and
+up, the second 16 * L further on. The E8M0 scale of row l % M and k block l // M (of 32 elements) is in lane l; op_sel
+names its byte. Accumulator register i of lane l is column l % M and, for M = 16, row 4 * (l // 16) + i, for M = 32, row
+8 * (i // 4) + 4 * (l // 32) + i % 4. Triton's compiler assumes the same layouts, which the tests use to check these.
+EXEC is ignored. Sums are float32; the hardware's order and rounding inside one instruction are not modelled.
 """
 
 import re
@@ -64,9 +65,11 @@ def _operand(ins: Instruction, code: int, accumulator: int, form: str, size: int
     registers = size * depth // 64 * BITS[form] // 32
     row = rows_read(ins, code - VGPR + 256 * accumulator, registers)
     groups = 64 // size
+    runs = 2 if registers == 8 else 1
 
     def read(w):
-        words = w.v[row : row + registers].reshape(registers, groups, size).transpose(2, 1, 0)
+        # [row, run, lane group, register of the run]
+        words = w.v[row : row + registers].reshape(runs, registers // runs, groups, size).transpose(3, 0, 2, 1)
         return decode_elements(np.ascontiguousarray(words), form).reshape(size, depth)
 
     return read

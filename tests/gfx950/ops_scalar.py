@@ -23,7 +23,7 @@ def _overflow(value):
 def _field(a, b, bits, is_signed):
     """Bit field extract: offset in the low bits of b, width from bit 16."""
     offset, width = b & (bits - 1), b >> 16 & 127
-    value = (a >> offset) & ((1 << width) - 1)
+    value = (signed(a, bits) if is_signed else a) >> offset & (1 << width) - 1
     return signed(value, width) if is_signed and width else value
 
 

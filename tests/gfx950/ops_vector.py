@@ -103,7 +103,8 @@ def _bfe(a, offset, width):
 def _bfe_signed(a, offset, width):
     offset, width = offset & np.uint32(31), width & np.uint32(31)
     shift = (np.uint32(32) - width) & np.uint32(31)
-    field = (a.view(np.uint32) >> offset << shift).view(np.int32) >> shift.astype(np.int32)
+    # An arithmetic shift: a field that reaches beyond bit 31 is filled with the sign.
+    field = a >> offset.astype(np.int32) << shift.astype(np.int32) >> shift.astype(np.int32)
     return np.where(width == 0, 0, field)
 
 
@@ -162,7 +163,8 @@ def _div_fixup(quotient, denominator, numerator):
     sign = np.where(np.signbit(denominator) ^ np.signbit(numerator), np.float32(-1), np.float32(1))
     inf, nan = np.float32(np.inf), np.float32(np.nan)
     value = np.copysign(quotient, sign)
-    value = np.where(_exponent(denominator) == 255, np.float32(0) * sign, value)
+    # The pseudo-code's overflow case cannot occur as written; this one mirrors its underflow case.
+    value = np.where(_exponent(numerator) - _exponent(denominator) > 150, inf * sign, value)
     value = np.where(_exponent(numerator) - _exponent(denominator) < -150, np.float32(0) * sign, value)
     value = np.where(np.isinf(denominator) | (numerator == 0), np.float32(0) * sign, value)
     value = np.where((denominator == 0) | np.isinf(numerator), inf * sign, value)
@@ -171,7 +173,11 @@ def _div_fixup(quotient, denominator, numerator):
 
 
 def _div_scale(s0, denominator, numerator):
-    """(value, VCC) of v_div_scale_f32: scales an operand out of the way of overflow and denormals."""
+    """(value, VCC) of v_div_scale_f32: scales an operand out of the way of overflow and denormals.
+
+    The ISA's pseudo-code compares float32 reciprocals with float64 denormals and scales large denominators up; read
+    here as what makes the division sequence of LLVM correct.
+    """
     s0, denominator, numerator = (np.broadcast_to(x, (64,)) for x in (s0, denominator, numerator))
     up, down = _ldexp(s0, 64), _ldexp(s0, -64)
     for_denominator, for_numerator = s0 == denominator, s0 == numerator
@@ -192,7 +198,7 @@ def _div_scale(s0, denominator, numerator):
         np.full(64, np.nan, np.float32),
         np.where(for_denominator, up, s0),
         up,
-        np.where(for_denominator, up, s0),
+        np.where(for_denominator, down, s0),
         down,
         np.where(for_numerator, up, s0),
         up,
@@ -544,12 +550,15 @@ def div_scale(ins: Instruction):
 
 
 def div_fmas(ins: Instruction):
+    """v_div_fmas_f32: undoes the 2**64 of v_div_scale (RDNA3's pseudo-code; CDNA's 2**32 cannot be right)."""
     readers, scaled = sources(ins, "fff"), mask_reader(ins, VCC)
     write = vector_writer(ins, ins.vdst, "f")
 
     def run(w):
-        value = fma32(*[read(w) for read in readers])
-        write(w, np.where(scaled(w), value * np.float32(2.0**32), value), w.mask)
+        a, b, c = (read(w) for read in readers)
+        value = fma32(a, b, c)
+        rescaled = _ldexp(value, np.where(_exponent(c) > 127, 64, -64))
+        write(w, np.where(scaled(w), rescaled, value), w.mask)
 
     return run
 

@@ -238,7 +238,7 @@ class Wave:
         self.seen = bytearray(program_length)
         self.defined = bytearray(768)  # SGPRs at 0, VGPRs at 256, AGPRs at 512
         self.defined[102:128] = b"\1" * 26
-        self.late = False
+        self.late = self.late_lds = False
         # Outstanding (landing function, instruction), in program order.
         self.vm: deque = deque()
         self.lds_queue: deque = deque()
@@ -278,17 +278,25 @@ class Wave:
         if not self.late:
             land()
             return
-        while len(queue) >= limit:
+        if queue is self.lds_queue and not self.late_lds:
+            limit = 0
+        while queue and len(queue) >= limit:
             self.land(queue)
         queue.append((land, self.current))
+        if not limit:
+            self.land(queue)
 
     def land(self, queue: deque) -> None:
         land, instruction = queue.popleft()
         issuer, self.current = self.current, instruction
         land()
+        self.settle(instruction)
+        self.current = issuer
+
+    def settle(self, instruction) -> None:
+        """Marks what an instruction wrote as written."""
         for register in instruction.writes:
             self.defined[register] = 1
-        self.current = issuer
 
     def wait(self, vm: int, lgkm: int) -> None:
         while len(self.vm) > vm:

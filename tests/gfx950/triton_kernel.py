@@ -41,7 +41,7 @@ class TritonKernel:
         return cls(triton.compile(source, target=TARGET, options=options), signature)
 
     def kernarg(self, arguments: dict, memory: Memory, read_only=()) -> bytes:
-        """Packs the arguments, mapping arrays and tensors into `memory`; Triton's two scratch pointers stay null.
+        """Packs the explicit arguments, mapping arrays and tensors into `memory`; Triton's scratch pointers stay null.
 
         Raises ValueError when the arguments are not the signature's.
         """
@@ -70,10 +70,14 @@ class TritonKernel:
         kernel must not write. options: see `Emulator.launch`. Raises ValueError and EmulatorError.
         """
         memory = memory or Memory()
+        grid = (*grid, 1, 1)[:3]
+        kernarg = self.kernarg(arguments, memory, read_only)
+        # A kernel that asks for its grid reads it from the hidden arguments (code object v5): block counts, block size.
+        hidden = struct.pack("<IIIHHH", *grid, 64 * self.metadata.num_warps, 1, 1).ljust(256, b"\0")
         return self.emulator.launch(
             self.metadata.name,
             grid,
-            self.kernarg(arguments, memory, read_only),
+            kernarg + hidden,
             self.metadata.num_warps,
             memory,
             lds_bytes=self.metadata.shared,
