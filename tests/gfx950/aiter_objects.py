@@ -6,9 +6,9 @@ Kernel arguments: 304 bytes, one value per 16-byte slot; the slots are listed in
 import struct
 from dataclasses import dataclass, field
 
-import aiter_wheel
 import torch
 
+from .. import aiter_wheel
 from .machine import Emulator, Run
 from .state import Memory
 

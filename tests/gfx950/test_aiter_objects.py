@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from aiter_wheel import skip_without_wheel
 
+from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects as aiter
 
 # P is rounded to fp8 in the a8w8 kernels, to bf16 in the others.
