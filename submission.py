@@ -14,18 +14,22 @@ accumulator, and leaves a normalised partial output with its log2-sum-exp. The c
 Launches per call: one when a sequence is not split (or when the last program to arrive combines), two otherwise.
 
 Dispatch: `custom_kernel` looks its arguments' shapes up in `_PLANS`. The first call of a shape checks the arguments,
-takes the first eligible configuration of `select_config` and allocates scratch and output; later calls allocate
-nothing. The returned tensor belongs to this module and is valid until the next call with the same shapes.
+runs the candidates of `select_config` on them, drops each that is not right there and then, and keeps the fastest.
+Scratch and output are allocated once per shape; the returned tensor is valid until the next call of that shape.
 
-Environment: MLA_BACKEND=<name of an arm> forces that arm.
+Environment: MLA_BACKEND=<arm> forces an arm; MLA_TUNE=0 takes the first arm that proves right, untimed; MLA_VERBOSE=1
+prints each arm's error and time; MLA_TUNE_SECONDS=<s> limits a first call (20), after which untried arms stay out.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
@@ -536,7 +540,7 @@ class Row:
     configs: tuple[Config, ...]
 
 
-_TORCH = (Config("torch_bmm"), Config("torch_chunked"))
+_TORCH = (Config("torch_bmm", splits=1), Config("torch_chunked", splits=1))
 _GPU = (Config("triton_fp8"), *_TORCH)
 
 
@@ -547,7 +551,7 @@ def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
 # The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
 # the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
-    Row("cpu", None, None, (Config("torch_chunked"),)),
+    Row("cpu", None, None, _TORCH[1:]),
     _hopper(4, 1024, 16),  # 10.0 us, reader 5.1
     _hopper(4, 8192, 32),  # 15.8 us, reader 10.3
     _hopper(32, 1024, 4),  # 15.9 us, reader 10.2
@@ -562,6 +566,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 MAX_SPLITS = 32
+MAX_CANDIDATES = 6
 
 
 def choose_splits(rows: int, kv_len: int, block_n: int, num_cu: int, programs_per_cu: int) -> int:
@@ -652,6 +657,9 @@ def check_arguments(data: object) -> None:
         _expect(name in config, f"config[{name!r}]", "the key to be there", sorted(map(str, config)), KeyError)
     for name, value in _CONFIG.items():
         _expect(config[name] == value, f"config[{name!r}]", str(value), config[name])
+    for name, x in (("q", q), ("kv_data['bf16']", kv_data["bf16"])):
+        grad = isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+        _expect(not grad, name, "no gradient to be asked for (detach it or use torch.no_grad)", "requires_grad=True")
     batch_size, s_q, s_kv = (config[name] for name in ("batch_size", "q_seq_len", "kv_seq_len"))
     for name, value, least in (("batch_size", batch_size, 1), ("q_seq_len", s_q, 1), ("kv_seq_len", s_kv, 0)):
         _expect(isinstance(value, int) and value >= least, f"config[{name!r}]", f"an int >= {least}", repr(value))
@@ -721,24 +729,21 @@ class Selection:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known of a call without reading device memory; equal problems share a plan."""
+    """What the choice of an arm and its buffers depend on, known without reading device memory."""
 
     device: torch.device
     batch_size: int
     q_seq_len: int
     kv_seq_len: int
-    total_kv: int
     sm_scale: float
+    # Every sequence has kv_seq_len tokens: as none is longer, that is so when they add up to total_kv.
+    uniform: bool
+    empty: bool  # no token at all
     aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
 
     @property
     def total_q(self) -> int:
         return self.batch_size * self.q_seq_len
-
-    @property
-    def uniform(self) -> bool:
-        """Every sequence has kv_seq_len tokens: kv_seq_len is the longest length, so only then do they add up."""
-        return self.total_kv == self.batch_size * self.kv_seq_len
 
 
 @dataclass(frozen=True)
@@ -752,29 +757,44 @@ class Plan:
 
 
 _PLANS: dict[tuple, Plan] = {}
-_OUT: dict[Problem, torch.Tensor] = {}
+_OUT: dict[tuple, torch.Tensor] = {}
 _PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 _TICKETS: dict[tuple, torch.Tensor] = {}
-_BMM: dict[Problem, tuple[torch.Tensor, torch.Tensor]] = {}
+_BMM: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _scratch(store: dict, key: tuple, make: Callable[[], object]):
+    """`store[key]`, made on first use; never as inference tensors, which nothing could write to outside that mode."""
+    if key not in store:
+        with torch.inference_mode(False):
+            store[key] = make()
+    return store[key]
 
 
 def _output(problem: Problem) -> torch.Tensor:
-    """bf16 (total_q, 16, 512), one per problem, reused by every call."""
-    if problem not in _OUT:
-        _OUT[problem] = torch.empty(problem.total_q, H_Q, D_V, dtype=torch.bfloat16, device=problem.device)
-    return _OUT[problem]
+    """bf16 (total_q, 16, 512), one for each shape and device, reused by every call."""
+    key = (problem.device, problem.batch_size, problem.q_seq_len, problem.kv_seq_len)
+    shape = (problem.total_q, H_Q, D_V)
+    return _scratch(_OUT, key, lambda: torch.empty(shape, dtype=torch.bfloat16, device=problem.device))
 
 
 def _partials(problem: Problem, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised fp16 partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
-    key = (problem.device, problem.total_q, splits)
-    if key not in _PARTIALS:
-        shape = (problem.total_q, splits, H_Q)
-        _PARTIALS[key] = (
+    shape = (problem.total_q, splits, H_Q)
+    return _scratch(
+        _PARTIALS,
+        (problem.device, *shape),
+        lambda: (
             torch.empty(*shape, D_V, dtype=torch.float16, device=problem.device),
             torch.empty(shape, dtype=torch.float32, device=problem.device),
-        )
-    return _PARTIALS[key]
+        ),
+    )
+
+
+def _tickets(problem: Problem) -> torch.Tensor:
+    """int32 [total_q] of zeros; every launch that uses it leaves it so."""
+    key = (problem.device, problem.total_q)
+    return _scratch(_TICKETS, key, lambda: torch.zeros(problem.total_q, dtype=torch.int32, device=problem.device))
 
 
 def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
@@ -807,14 +827,6 @@ def _launch_combine(
     )  # fmt: skip
 
 
-def _tickets(problem: Problem) -> torch.Tensor:
-    """int32 [total_q] of zeros; every launch that uses it leaves it so."""
-    key = (problem.device, problem.total_q)
-    if key not in _TICKETS:
-        _TICKETS[key] = torch.zeros(problem.total_q, dtype=torch.int32, device=problem.device)
-    return _TICKETS[key]
-
-
 def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     """One launch when a sequence is not split or `one_launch` says so, else two, the combine launched dependent."""
     q, kv_data, _, kv_indptr, _ = data
@@ -823,7 +835,7 @@ def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     out = _output(problem)
     part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
     one_launch = config.one_launch and config.splits > 1
-    rows = kv.view(problem.total_kv, D_QK) if kv.is_contiguous() else kv[:, 0]
+    rows = kv[:, 0]  # [total_kv, 576]
     _decode_fp8_hopper[(problem.total_q, config.splits)](
         q, TensorDescriptor.from_tensor(rows, [64, D_V], gl.NVMMASharedLayout(128, 8, 2)),
         TensorDescriptor.from_tensor(rows, [64, D_ROPE], gl.NVMMASharedLayout(64, 8, 2)),
@@ -842,11 +854,16 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
     problem = plan.problem
     kv = kv_data["bf16"].view(problem.batch_size, problem.kv_seq_len, D_QK)
     out = _output(problem)
-    if problem not in _BMM:
-        scores = torch.empty(problem.batch_size, H_Q, problem.kv_seq_len, dtype=torch.bfloat16, device=q.device)
-        _BMM[problem] = (scores, torch.empty_like(scores, dtype=torch.float32))
-    scores, weights = _BMM[problem]
-    torch.bmm(q * problem.sm_scale, kv.transpose(1, 2), out=scores)
+    shape = (problem.batch_size, H_Q, problem.kv_seq_len)
+    scores, weights = _scratch(
+        _BMM,
+        (problem.device, *shape),
+        lambda: (
+            torch.empty(shape, dtype=torch.bfloat16, device=problem.device),
+            torch.empty(shape, dtype=torch.float32, device=problem.device),
+        ),
+    )
+    torch.baddbmm(scores, q, kv.transpose(1, 2), beta=0, alpha=problem.sm_scale, out=scores)
     torch.softmax(scores, -1, dtype=torch.float32, out=weights)
     scores.copy_(weights)
     torch.bmm(scores, kv[..., :D_V], out=out)
@@ -856,31 +873,33 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
 CHUNK_BYTES = 64 << 20
 
 
-def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
-    """Float32 attention over the bf16 cache, one sequence after the other, its cache in chunks of CHUNK_BYTES.
+def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
+    """Float32 (total_q, 16, 512): attention over the cache named `kv`, one sequence after the other, in chunks.
 
-    Right for any lengths on any device, but it reads kv_indptr on the host, so it synchronises on a GPU.
+    Right for any lengths on any device, but it reads kv_indptr on the host, so it synchronises on a GPU. A chunk's
+    float32 copy takes CHUNK_BYTES.
     """
-    q, kv_data, _, kv_indptr, _ = data
-    kv = kv_data["bf16"]
-    problem = plan.problem
-    out = _output(problem)
-    s_q = problem.q_seq_len
+    q, kv_data, _, kv_indptr, config = data
+    s_q, device = config["q_seq_len"], q.device
+    cache, cache_scale = (kv_data["bf16"], None) if kv == "bf16" else kv_data[kv]
+    out = torch.empty(q.shape[0], H_Q, D_V, dtype=torch.float32, device=device)
     chunk = CHUNK_BYTES // (4 * D_QK)
     indptr = kv_indptr.tolist()
-    hidden = torch.arange(s_q - 1, -1, -1, device=q.device)  # tokens at the end that query i does not see
-    for b in range(problem.batch_size):
+    hidden = torch.arange(s_q - 1, -1, -1, device=device)  # tokens at the end that query i does not see
+    for b in range(config["batch_size"]):
         rows = slice(b * s_q, (b + 1) * s_q)
-        qb = q[rows].float().reshape(s_q * H_Q, D_QK) * problem.sm_scale
-        m = torch.full((s_q * H_Q, 1), float("-inf"), device=q.device)
+        qb = q[rows].float().reshape(s_q * H_Q, D_QK) * config["sm_scale"]
+        m = torch.full((s_q * H_Q, 1), float("-inf"), device=device)
         norm = torch.zeros_like(m)
-        acc = torch.zeros(s_q * H_Q, D_V, device=q.device)
+        acc = torch.zeros(s_q * H_Q, D_V, device=device)
         for start in range(indptr[b], indptr[b + 1], chunk):
             end = min(start + chunk, indptr[b + 1])
-            k = kv[start:end, 0].float()
+            k = cache[start:end, 0].float()
+            if cache_scale is not None:
+                k *= cache_scale
             x = qb @ k.T
             if s_q > 1:
-                unseen = torch.arange(start, end, device=q.device) >= indptr[b + 1] - hidden[:, None]
+                unseen = torch.arange(start, end, device=device) >= indptr[b + 1] - hidden[:, None]
                 x.view(s_q, H_Q, -1).masked_fill_(unseen[:, None, :], float("-inf"))
             m_new = torch.maximum(m, x.amax(1, keepdim=True))
             # A row that has seen no token yet keeps m = -inf; 0 stands in for it to avoid inf - inf.
@@ -894,13 +913,26 @@ def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
     return out
 
 
+def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
+    """`_attend_float32` over the bf16 cache."""
+    return _output(plan.problem).copy_(_attend_float32(data, "bf16"))
+
+
+EXACT_ERROR = 1e-2
+
+
 @dataclass(frozen=True)
 class Arm:
-    """A way to compute the result: the cache it reads, why it cannot serve a problem (None: it can), its launcher."""
+    """A way to compute the result.
+
+    kv: the cache it reads. why_not: why it cannot serve a problem; None if it can. run: its launcher. max_error: the
+    largest relative L2 error against float32 attention over the same cache with which it may be used.
+    """
 
     kv: str
     why_not: Callable[[Problem], str | None]
     run: Callable[[tuple, Plan], torch.Tensor]
+    max_error: float = EXACT_ERROR
 
 
 def _no_gpu_triton(problem: Problem) -> str | None:
@@ -914,7 +946,7 @@ def _no_gpu_triton(problem: Problem) -> str | None:
 def _no_bmm(problem: Problem) -> str | None:
     if problem.q_seq_len != 1:
         return f"it takes one query a sequence, not {problem.q_seq_len}"
-    if not problem.uniform or problem.kv_seq_len == 0:
+    if not problem.uniform or problem.empty:
         return "it takes sequences of one length, not an empty or ragged batch"
     return None
 
@@ -924,7 +956,7 @@ def _no_hopper(problem: Problem) -> str | None:
         return "Triton with Gluon is not installed"
     if _target(problem.device).name != "sm90":
         return f"{problem.device} is not a Hopper GPU"
-    if not problem.aligned or problem.total_kv == 0:
+    if not problem.aligned or problem.empty:
         return "it needs a non-empty fp8 cache and Q with addresses and row strides of 16 bytes"
     return None
 
@@ -950,22 +982,44 @@ def _target(device: torch.device) -> Target:
     return Target(name, properties.multi_processor_count)
 
 
+# ---- dispatch ----
+
+
+TUNE_SECONDS = 20.0
+TUNE_RUNS = 12
+TUNE_MARGIN = 0.02
+GAIN_TOLERANCE = 0.01
+ROW_FACTOR = 3.0
+
+_CHOICES: dict[tuple, Config] = {}
+_LOCK = threading.RLock()
 _said: set[str] = set()
+
+
+def _say(message: str) -> None:
+    print(f"mixed-mla: {message}", file=sys.stderr)
 
 
 def _say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
-        print(f"mixed-mla: {message}", file=sys.stderr)
+        _say(message)
 
 
 def problem_of(data: tuple) -> Problem:
     """The problem that checked arguments pose."""
     q, kv_data, _, _, config = data
+    total_kv = kv_data["bf16"].shape[0]
     return Problem(
-        q.device, config["batch_size"], config["q_seq_len"], config["kv_seq_len"], kv_data["bf16"].shape[0],
-        config["sm_scale"], _aligned(q, kv_data["fp8"][0]),
-    )  # fmt: skip
+        device=q.device,
+        batch_size=config["batch_size"],
+        q_seq_len=config["q_seq_len"],
+        kv_seq_len=config["kv_seq_len"],
+        sm_scale=config["sm_scale"],
+        uniform=total_kv == config["batch_size"] * config["kv_seq_len"],
+        empty=total_kv == 0,
+        aligned=_aligned(q, kv_data["fp8"][0]),
+    )
 
 
 def bind(problem: Problem, config: Config) -> Plan:
@@ -979,27 +1033,156 @@ def bind(problem: Problem, config: Config) -> Plan:
     return Plan(problem, config, Selection(config.arm, arm.kv, _describe(config)), arm.run)
 
 
-def _make_plan(problem: Problem, forced: str) -> Plan:
+def _describe(config: Config) -> str:
+    """The fields that differ from their defaults."""
+    values = ((f.name, getattr(config, f.name), f.default) for f in fields(config) if f.name != "arm")
+    return " ".join(f"{name}={value}" for name, value, default in values if value != default)
+
+
+def _fault(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> tuple[float, str | None]:
+    """Relative L2 error of `output` on `expected` (float32, same shape), and what is wrong with it, if anything.
+
+    Wrong is: NaN where `expected` has none or the reverse, an error above `max_error`, one row (query and head) above
+    ROW_FACTOR times that, or a gain (least-squares slope of output on expected) off by more than GAIN_TOLERANCE.
+    """
+    if output.shape != expected.shape or output.dtype != torch.bfloat16:
+        return float("nan"), f"{output.dtype} {tuple(output.shape)} instead of bfloat16 {tuple(expected.shape)}"
+    finite = expected.isfinite()
+    strays = (output.isfinite() != finite).sum().item()
+    if strays:
+        return float("nan"), f"{strays} elements are NaN or infinite where they should not be, or finite by mistake"
+    expected = expected.masked_fill(~finite, 0.0)
+    difference = output.float().masked_fill(~finite, 0.0) - expected
+    energy = expected.square().sum().item()
+    error = (difference.square().sum().item() / energy) ** 0.5 if energy else difference.abs().max().item()
+    rows = difference.norm(dim=2) > ROW_FACTOR * max_error * expected.norm(dim=2)
+    gain = (difference * expected).sum().item() / energy if energy else 0.0
+    if error > max_error:
+        return error, f"error {error:.1e} is above {max_error:.0e}"
+    if rows.any():
+        t, h = rows.nonzero()[0].tolist()
+        return error, f"error above {ROW_FACTOR * max_error:.0e} at query {t}, head {h} ({int(rows.sum())} such rows)"
+    if abs(gain) > GAIN_TOLERANCE:
+        return error, f"gain {1 + gain:.4f} is not 1 +- {GAIN_TOLERANCE}"
+    return error, None
+
+
+class _ColdTimer:
+    """Times calls in microseconds: between events behind an asynchronous flush on a GPU, by the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            # Several times any last-level cache, memory permitting.
+            flush_bytes = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+            self._flush = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+        if not self._on_gpu:
+            start_s = time.perf_counter()
+            return call(), (time.perf_counter() - start_s) * 1e6
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        output = call()
+        end.record()
+        end.synchronize()
+        return output, start.elapsed_time(end) * 1e3
+
+
+def _try(data: tuple, plan: Plan, expected: torch.Tensor, timer: _ColdTimer | None) -> tuple[float, float]:
+    """(error, median time in us) of a plan; without a timer it runs twice and the time is 0.
+
+    Raises RuntimeError if it proves wrong, or different from one run to the next.
+    """
+
+    def run() -> torch.Tensor:
+        return plan.run(data, plan)
+
+    first = run().clone()
+    error, fault = _fault(first, expected, ARMS[plan.config.arm].max_error)
+    if fault:
+        raise RuntimeError(fault)
+    times_us = []
+    for i in range(TUNE_RUNS if timer else 1):
+        output, time_us = timer(run) if timer else (run(), 0.0)
+        times_us.append(time_us)
+        # Compared as bits, so that a NaN that belongs there equals itself.
+        if not torch.equal(output.view(torch.int16), first.view(torch.int16)):
+            raise RuntimeError(f"run {i + 2} differs from the first on the same input")
+    return error, sorted(times_us)[len(times_us) // 2]
+
+
+def _choose(data: tuple, problem: Problem, candidates: tuple[Config, ...], tune: bool) -> Config:
+    """The fastest candidate that proves right on `data`; without `tune`, the first one that does.
+
+    Every other candidate is named on stderr with its reason. Raises RuntimeError with all reasons if none is left.
+    """
+    seconds = float(os.environ.get("MLA_TUNE_SECONDS", TUNE_SECONDS))
+    deadline = time.monotonic() + seconds
+    label = f"{problem.batch_size}x{problem.kv_seq_len}"
+    expected: dict[str, torch.Tensor] = {}
+    timer = _ColdTimer(problem.device) if tune and len(candidates) > 1 else None
+    best: tuple[float, Config] | None = None
+    reasons, lines = [], []
+    for config in candidates:
+        if best and time.monotonic() > deadline:
+            _say(f"{label}: {config.arm} not tried, the first call has taken its {seconds:g} s")
+            continue
+        kv = ARMS[config.arm].kv
+        try:
+            plan = bind(problem, config)
+            if kv not in expected:
+                expected[kv] = _attend_float32(data, kv)
+            error, time_us = _try(data, plan, expected[kv], timer)
+        except Exception as failure:
+            reasons.append(f"{config.arm} {_describe(config)}: {failure}")
+            _say(f"{label}: dropped {reasons[-1]}")
+            continue
+        lines.append(f"{label}: {config.arm} {_describe(config)}: error {error:.1e}, {time_us:.1f} us")
+        if best is None or time_us < (1 - TUNE_MARGIN) * best[0]:
+            best = (time_us, config)
+        if timer is None:
+            break
+    if os.environ.get("MLA_VERBOSE") == "1":
+        for line in lines:
+            _say(line)
+        if best:
+            _say(f"{label}: chose {best[1].arm} {_describe(best[1])}")
+    if best is None:
+        raise RuntimeError(f"no arm is right for {label}: {'; '.join(reasons)}")
+    return best[1]
+
+
+def _make_plan(data: tuple) -> Plan:
+    """Checks the arguments, settles which configuration serves their shape, if that is still open, and binds it."""
+    check_arguments(data)
+    problem = problem_of(data)
+    forced, tune = os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_TUNE", "1") != "0"
+    choice = (replace(problem, sm_scale=1.0), forced)
+    if choice not in _CHOICES:
+        _CHOICES[choice] = _settle(data, problem, forced, tune)
+    return bind(problem, _CHOICES[choice])
+
+
+def _settle(data: tuple, problem: Problem, forced: str, tune: bool) -> Config:
     target = _target(problem.device)
     candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len)
     if forced:
         target = replace(target, num_cu=target.num_cu or 1)
         default = _with_splits(Config(forced), problem.total_q, problem.kv_seq_len, target)
-        return bind(problem, next((config for config in candidates if config.arm == forced), default))
-    reasons = {c: ARMS[c.arm].why_not(problem) for c in candidates}
-    config = next(c for c in candidates if reasons[c] is None)
-    passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(config)]]
+        config = next((config for config in candidates if config.arm == forced), default)
+        bind(problem, config)
+        return _choose(data, problem, (config,), tune=False)
+    reasons = {config: ARMS[config.arm].why_not(problem) for config in candidates}
+    eligible = tuple(config for config in candidates if reasons[config] is None)[:MAX_CANDIDATES]
+    passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(eligible[0])]]
     if passed_over:
-        _say_once(f"fell back to {config.arm} ({'; '.join(passed_over)})")
+        _say_once(f"fell back to {eligible[0].arm} ({'; '.join(passed_over)})")
     elif target.name == "cpu":
-        _say_once(f"no GPU in use, so {config.arm} computes on the CPU")
-    return bind(problem, config)
-
-
-def _describe(config: Config) -> str:
-    if not config.splits:
-        return "torch"
-    return f"splits={config.splits} block_n={config.block_n} num_warps={config.num_warps}"
+        _say_once(f"no GPU in use, so {eligible[0].arm} computes on the CPU")
+    # The yardstick itself has nothing to be checked against.
+    return eligible[0] if eligible[0].arm == "torch_chunked" else _choose(data, problem, eligible, tune)
 
 
 _last: Plan | None = None
@@ -1016,11 +1199,23 @@ def _aligned(q: torch.Tensor, kv: torch.Tensor) -> bool:
 
 
 def _key(data: tuple) -> tuple:
-    """Everything about a call that its checks and its plan depend on, read without touching the device."""
+    """All that a call's checks and its plan depend on, read without touching the device.
+
+    Of the number of cached tokens only what matters enters, so that a growing cache does not grow `_PLANS`.
+    """
     q, kv_data, qo_indptr, kv_indptr, config = data
-    tensors = (q, kv_data["bf16"], *kv_data["fp8"], *kv_data["mxfp4"], qo_indptr, kv_indptr)
-    layout = tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
-    return layout, _aligned(q, kv_data["fp8"][0]), tuple(config.items()), os.environ.get("MLA_BACKEND", "")
+    bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[name] for name in CACHE_NAMES)
+    caches = (bf16, fp8, mxfp4, mxfp4_scale)
+    total_kv, most = bf16.shape[0], config["batch_size"] * config["kv_seq_len"]
+    sizes = (
+        fp8.shape[0] == mxfp4.shape[0] == total_kv <= mxfp4_scale.shape[0], total_kv <= most, total_kv == most,
+        total_kv == 0, _aligned(q, fp8),
+    )  # fmt: skip
+    layout = tuple((x.shape[1:], x.stride(), x.dtype, x.device) for x in caches) + tuple(
+        (x.shape, x.stride(), x.dtype, x.device) for x in (q, fp8_scale, qo_indptr, kv_indptr)
+    )
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, bf16))
+    return layout, sizes, grad, tuple(config.items()), os.environ.get("MLA_BACKEND", "")
 
 
 def custom_kernel(data: tuple) -> torch.Tensor:
@@ -1031,22 +1226,30 @@ def custom_kernel(data: tuple) -> torch.Tensor:
       kv_data    "bf16": bfloat16 (total_kv, 1, 576); "fp8": (float8_e4m3fn (total_kv, 1, 576), float32 scale (1,));
                  "mxfp4": (packed E2M1 (total_kv, 1, 288), E8M0 scales, at least (total_kv, 18))
       qo_indptr, kv_indptr   int32 (batch_size + 1,), the rows of each sequence; queries are uniform
-      config     batch_size, q_seq_len, kv_seq_len (the length of every sequence, or the longest), sm_scale, dimensions
+      config     batch_size, q_seq_len, kv_seq_len (no sequence is longer), sm_scale, dimensions
 
     Returns bfloat16 (batch_size * q_seq_len, 16, 512), owned by this module, valid until the next call with the same
-    shapes. Query i of a sequence sees all but its last q_seq_len - 1 - i tokens; without a token to see it is zero.
-    Raises TypeError, KeyError or ValueError for arguments that do not fit (see `check_arguments`).
+    device, batch_size, q_seq_len and kv_seq_len. Inputs are never written. Query i of a sequence sees all but its last
+    q_seq_len - 1 - i tokens; without a token to see it is zero. There is no gradient.
+
+    The first call of a shape proves and times the arms on its input, so it synchronises and cannot be captured in a
+    graph; later ones neither synchronise nor allocate. Calls of one shape share scratch: order them on one queue.
+    Raises TypeError, KeyError or ValueError for arguments that do not fit (see `check_arguments`), RuntimeError if no
+    arm proves right.
     """
     global _last
     try:
-        key = _key(data)
-        plan = _PLANS.get(key)
+        plan = _PLANS.get(key := _key(data))
     except (AttributeError, KeyError, TypeError, ValueError):
         check_arguments(data)
         raise
-    if plan is None or data[0].device.type == "cpu":
-        check_arguments(data)
     if plan is None:
-        plan = _PLANS[key] = _make_plan(problem_of(data), os.environ.get("MLA_BACKEND", ""))
+        with _LOCK, torch.cuda.device(data[0].device) if data[0].is_cuda else nullcontext():
+            plan = _PLANS.get(key) or _PLANS.setdefault(key, _make_plan(data))
+    elif not data[0].is_cuda:
+        check_arguments(data)
     _last = plan
+    if data[0].is_cuda and data[0].device.index != torch.cuda.current_device():
+        with torch.cuda.device(data[0].device):
+            return plan.run(data, plan)
     return plan.run(data, plan)

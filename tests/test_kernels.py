@@ -1,0 +1,120 @@
+"""The portable Triton kernels in Triton's interpreter, against the float64 oracle over the same fp8 cache.
+
+The interpreter truncates where hardware rounds (to fp16, bf16), which costs up to about 4e-3 here; ACCURACY leaves that
+room and no more. tests/test_gpu.py holds the compiled kernels to 3e-3.
+"""
+
+import pytest
+import torch
+
+import reference
+from tests import interpreted
+from tests.inputs import ragged_input, relative_error
+
+ACCURACY = 5e-3
+
+
+@pytest.fixture(scope="module")
+def run():
+    with interpreted.interpreter() as pool:
+        yield lambda *args: pool.submit(interpreted.run, *args).result()
+
+
+LENGTHS = {
+    "empty, one, tile - 1, tile, tile + 1": [0, 1, 63, 64, 65],
+    "mixed": [200, 3, 130, 0, 77],
+    "equal": [128, 128],
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_ragged_lengths_and_splits(run, lengths, splits):
+    data = ragged_input(lengths, seed=splits)
+    output = run(data, splits)
+    expected = reference.oracle(data, "fp8")
+    for b, length in enumerate(lengths):
+        if length == 0:
+            assert not output[b].any(), "an empty sequence yields zeros"
+        assert relative_error(output[b], expected[b]) < ACCURACY, f"sequence {b} of {length} tokens"
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_other_tile_heights(run, block_n):
+    data = ragged_input([block_n - 1, block_n, block_n + 1, 3 * block_n + 5])
+    assert relative_error(run(data, 2, block_n), reference.oracle(data, "fp8")) < ACCURACY
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_two_queries_are_bottom_right_causal(run, splits):
+    data = ragged_input([65, 1, 2, 130, 0], s_q=2)
+    output, expected = run(data, splits), reference.oracle(data, "fp8")
+    assert not output[2].any(), "the first of two queries over one token sees none"
+    assert relative_error(output, expected) < ACCURACY
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_outside_the_sequences_may_be_nan(run, splits):
+    """Rows before and after a sequence, in its own last tile too, are NaN (which the interpreter reads as 480)."""
+    lengths, gap = [70, 64, 5], 40
+    data = ragged_input(lengths)
+    expected = reference.oracle(data, "fp8")
+    kv, kv_scale = data[1]["fp8"]
+    poisoned = torch.full((sum(lengths) + 4 * gap, 1, 576), float("nan")).to(torch.float8_e4m3fn)
+    for b, length in enumerate(lengths):
+        start = int(data[3][b])
+        moved = start + (b + 1) * gap
+        poisoned.view(torch.uint8)[moved : moved + length] = kv.view(torch.uint8)[start : start + length]
+    # One indptr has no gaps, so each sequence runs alone.
+    for b, length in enumerate(lengths):
+        moved = int(data[3][b]) + (b + 1) * gap
+        alone = (
+            data[0][b : b + 1],
+            {"fp8": (poisoned, kv_scale)},
+            None,
+            torch.tensor([moved, moved + length], dtype=torch.int32),
+            data[4],
+        )
+        assert relative_error(run(alone, splits)[0], expected[b]) < ACCURACY
+
+
+def test_strided_q_and_cache(run):
+    data = ragged_input([100, 37])
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    expected = reference.oracle(data, "fp8")
+    wide_q = torch.full((2, 20, 640), float("nan"), dtype=torch.bfloat16)
+    wide_q[:, 2:18, 32:608] = q
+    wide_kv = torch.full((137, 1, 640), float("nan")).to(torch.float8_e4m3fn)
+    wide_kv.view(torch.uint8)[:, :, 64:] = kv_data["fp8"][0].view(torch.uint8)
+    strided = (
+        wide_q[:, 2:18, 32:608],
+        {**kv_data, "fp8": (wide_kv[:, :, 64:], kv_data["fp8"][1])},
+        qo_indptr,
+        kv_indptr,
+        config,
+    )
+    assert relative_error(run(strided, 2), expected) < ACCURACY
+
+
+@pytest.mark.parametrize("q_factor", [10.0, 2.0**-60, 2.0**60])
+def test_q_of_any_size(run, q_factor):
+    """2^60 and 2^-60 are far outside fp16, in which Q is multiplied after its power-of-two scale."""
+    data = ragged_input([100, 64], q_factor=q_factor)
+    assert relative_error(run(data, 2), reference.oracle(data, "fp8")) < ACCURACY
+
+
+def test_custom_kernel_reaches_the_portable_arm():
+    data = ragged_input([100, 64])
+    with interpreted.interpreter() as pool:
+        output, selection = pool.submit(interpreted.call, data, "triton_fp8").result()
+    assert (selection.arm, selection.kv) == ("triton_fp8", "fp8")
+    assert relative_error(output, reference.oracle(data, "fp8")) < ACCURACY
+
+
+def test_a_dropped_partial_is_seen(run):
+    """Negative control: the combine without the last split is far outside ACCURACY."""
+    data = ragged_input([256])
+    q, kv_data, _, kv_indptr, config = data
+    output = run(data, 4)
+    shortened = (q, kv_data, None, torch.tensor([0, 192], dtype=torch.int32), config)
+    assert relative_error(run(shortened, 4), output) > 50 * ACCURACY

@@ -1,0 +1,442 @@
+"""The submission's arguments, table and dispatch."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import reference
+import submission
+import task
+from submission import ARMS, TABLE, Arm, Config, Row, Target, choose_splits, select_config
+from tests.inputs import ragged_input, relative_error
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def fresh_module_state(monkeypatch):
+    for name in ("_PLANS", "_CHOICES", "_OUT", "_PARTIALS", "_TICKETS", "_BMM"):
+        monkeypatch.setattr(submission, name, {})
+    monkeypatch.setattr(submission, "_said", set())
+    for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_dimensions_are_the_tasks():
+    assert (submission.H_Q, submission.D_QK, submission.D_V, submission.D_ROPE) == (
+        task.NUM_HEADS, task.QK_HEAD_DIM, task.V_HEAD_DIM, task.QK_ROPE_HEAD_DIM,
+    )  # fmt: skip
+
+
+# ---- arms
+
+
+@pytest.mark.parametrize("lengths, s_q", [([100, 0, 64, 65, 1], 1), ([130, 1, 2, 0], 3), ([128, 128], 1)])
+def test_default_arm_on_a_cpu(lengths, s_q, capsys):
+    data = ragged_input(lengths, s_q)
+    output = submission.custom_kernel(data)
+    assert submission.last_run().arm == "torch_chunked"
+    assert relative_error(output, reference.oracle(data, "bf16")) < 3e-3
+    assert capsys.readouterr().err == "mixed-mla: no GPU in use, so torch_chunked computes on the CPU\n"
+    submission.custom_kernel(data)
+    assert capsys.readouterr().err == "", "said once"
+
+
+def test_chunks_of_any_size_agree(monkeypatch):
+    data = ragged_input([300, 17, 0], s_q=2)
+    expected = submission.custom_kernel(data).clone()
+    monkeypatch.setattr(submission, "CHUNK_BYTES", 7 * 4 * task.QK_HEAD_DIM)
+    assert relative_error(submission.custom_kernel(data), expected) < 3e-3
+
+
+def test_bmm_arm(monkeypatch):
+    monkeypatch.setenv("MLA_BACKEND", "torch_bmm")
+    data = reference.generate_input(3, 1, 200, 5)
+    output = submission.custom_kernel(data)
+    assert submission.last_run().arm == "torch_bmm"
+    assert relative_error(output, reference.oracle(data, "bf16")) < submission.EXACT_ERROR
+
+
+@pytest.mark.parametrize(
+    "backend, lengths, s_q, reason",
+    [
+        ("torch_bmm", [100, 64], 1, "ragged"),
+        ("torch_bmm", [64, 64], 2, "one query"),
+        ("triton_fp8", [64], 1, "not on a GPU"),
+        ("hopper_fp8", [64], 1, "not a Hopper GPU"),
+        ("cuda_graphs", [64], 1, "expected one of hopper_fp8"),
+    ],
+)
+def test_forced_arm_that_cannot_serve_is_refused(monkeypatch, backend, lengths, s_q, reason):
+    monkeypatch.setenv("MLA_BACKEND", backend)
+    with pytest.raises(ValueError, match=reason):
+        submission.custom_kernel(ragged_input(lengths, s_q))
+
+
+@pytest.mark.parametrize("missing", ["triton", "aiter"])
+def test_module_works_without(missing):
+    """Without Triton (or AITER) the module imports and computes; the import adds little to torch's own."""
+    code = f"""
+import sys, time
+sys.modules[{missing!r}] = None
+import torch
+from tests.inputs import ragged_input
+start = time.perf_counter()
+import submission
+print(time.perf_counter() - start)
+submission.custom_kernel(ragged_input([70, 3]))
+print(submission.last_run().arm)
+"""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MLA_", "TRITON_"))}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1] == "torch_chunked"
+
+
+# ---- buffers and state
+
+
+def test_two_shapes_never_share_an_output_and_inputs_are_left_alone():
+    first, second = ragged_input([64, 30]), ragged_input([64, 30, 5])
+    before = [x.clone() for x in (first[0], first[1]["bf16"], first[2], first[3])]
+    one = submission.custom_kernel(first)
+    kept = one.clone()
+    other = submission.custom_kernel(second)
+    assert one.data_ptr() != other.data_ptr()
+    assert torch.equal(one, kept), "valid until the next call with the same shape"
+    for x, was in zip((first[0], first[1]["bf16"], first[2], first[3]), before, strict=True):
+        assert torch.equal(x, was)
+
+
+def test_same_shape_with_other_data_is_computed_anew():
+    first, second = ragged_input([64, 30], seed=1), ragged_input([30, 64], seed=2)
+    submission.custom_kernel(first)
+    output = submission.custom_kernel(second)
+    assert relative_error(output, reference.oracle(second, "bf16")) < 3e-3
+
+
+def test_a_growing_cache_does_not_grow_the_state():
+    for length in (10, 11, 12, 13):
+        submission.custom_kernel(ragged_input([length, 5], kv_seq_len=64))
+    assert len(submission._PLANS) == len(submission._OUT) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_buffers_made_in_a_grad_mode_serve_outside_it(mode, monkeypatch):
+    data = reference.generate_input(2, 1, 64, 3)
+    for backend in ("torch_chunked", "torch_bmm"):
+        monkeypatch.setenv("MLA_BACKEND", backend)
+        with mode():
+            inside = submission.custom_kernel(data).clone()
+        assert torch.equal(submission.custom_kernel(data), inside)
+
+
+# ---- arguments
+
+
+def edit(data, **changes):
+    """The five arguments with some replaced; `config` and `kv_data` entries by key."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    config = {**config, **changes.pop("config", {})}
+    kv_data = {**kv_data, **changes.pop("kv_data", {})}
+    named = {"q": q, "kv_data": kv_data, "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "config": config, **changes}
+    return tuple(named.values())
+
+
+def without(mapping, key):
+    return {k: v for k, v in mapping.items() if k != key}
+
+
+GOOD = ragged_input([70, 64])
+Q, KV, QO, KVI, CONFIG = GOOD
+INT32 = torch.int32
+BAD_ARGUMENTS = {
+    "not a tuple": (None, TypeError, "data: expected the tuple .* got NoneType"),
+    "four items": (GOOD[:4], TypeError, "got 4 items"),
+    "q is a list": (edit(GOOD, q=[1]), TypeError, "q: expected a torch.Tensor, got list"),
+    "q rank": (edit(GOOD, q=Q[0]), ValueError, r"q: expected 3 dimensions, got shape \(16, 576\)"),
+    "q dtype": (edit(GOOD, q=Q.half()), TypeError, "q: expected dtype torch.bfloat16, got torch.float16"),
+    "q heads": (edit(GOOD, q=Q[:, :8]), ValueError, r"q: expected shape \(2, 16, 576\) from config, got \(2, 8, 576\)"),
+    "q head dim": (edit(GOOD, q=Q[..., :512]), ValueError, r"q: expected shape .* got \(2, 16, 512\)"),
+    "q rows": (edit(GOOD, q=Q[:1]), ValueError, r"q: expected shape .* got \(1, 16, 576\)"),
+    "q not unit stride": (edit(GOOD, q=Q.mT.contiguous().mT), ValueError, "q: expected a last dimension of stride 1"),
+    "q wants a gradient": (edit(GOOD, q=Q.clone().requires_grad_()), ValueError, "q: expected no gradient"),
+    "kv_data is a list": (edit(GOOD) [:1] + ([],) + GOOD[2:], TypeError, "kv_data: expected a dict, got list"),
+    "no fp8": ((Q, without(KV, "fp8"), QO, KVI, CONFIG), KeyError, r"kv_data\['fp8'\]: expected the key to be there"),
+    "no bf16": ((Q, without(KV, "bf16"), QO, KVI, CONFIG), KeyError, r"kv_data\['bf16'\]"),
+    "bf16 dtype": (edit(GOOD, kv_data={"bf16": KV["bf16"].float()}), TypeError, r"kv_data\['bf16'\]: expected dtype"),
+    "bf16 rank": (edit(GOOD, kv_data={"bf16": KV["bf16"][:, 0]}), ValueError, r"kv_data\['bf16'\]: expected 3 dim"),
+    "fp8 not a pair": (edit(GOOD, kv_data={"fp8": KV["fp8"][0]}), TypeError, r"kv_data\['fp8'\]: expected a pair"),
+    "fp8 rows": (
+        edit(GOOD, kv_data={"fp8": (KV["fp8"][0][:-1], KV["fp8"][1])}),
+        ValueError,
+        r"kv_data\['fp8'\]\[0\]: expected shape \(134, 1, 576\), got \(133, 1, 576\)",
+    ),
+    "fp8 scale of two": (
+        edit(GOOD, kv_data={"fp8": (KV["fp8"][0], torch.ones(2))}),
+        ValueError,
+        r"kv_data\['fp8'\]\[1\]: expected one element",
+    ),
+    "mxfp4 width": (
+        edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0].view(torch.uint8)[..., :100], KV["mxfp4"][1])}),
+        ValueError,
+        r"kv_data\['mxfp4'\]\[0\]: expected shape \(134, 1, 288\)",
+    ),
+    "mxfp4 scale columns": (
+        edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1][:, :17])}),
+        ValueError,
+        r"kv_data\['mxfp4'\]\[1\]: expected at least \(134, 18\), got \(256, 17\)",
+    ),
+    "other device": (edit(GOOD, kv_indptr=KVI.to("meta")), ValueError, r"kv_indptr: expected device cpu .* got meta"),
+    "indptr dtype": (edit(GOOD, kv_indptr=KVI.long()), TypeError, "kv_indptr: expected dtype torch.int32"),
+    "indptr size": (edit(GOOD, kv_indptr=KVI[:2]), ValueError, r"kv_indptr: expected 3 elements \(batch_size \+ 1\)"),
+    "indptr falls": (
+        edit(GOOD, kv_indptr=torch.tensor([0, 140, 134], dtype=INT32), config={"kv_seq_len": 200}),
+        ValueError,
+        "kv_indptr: expected a non-decreasing sequence, got 140, 134 at 1",
+    ),
+    "indptr does not start at 0": (
+        edit(GOOD, kv_indptr=torch.tensor([1, 70, 134], dtype=INT32)),
+        ValueError,
+        "kv_indptr: expected to go from 0 to 134, got 1 to 134",
+    ),
+    "indptr beyond the cache": (
+        edit(GOOD, kv_indptr=torch.tensor([0, 70, 135], dtype=INT32)),
+        ValueError,
+        "kv_indptr: expected to go from 0 to 134, got 0 to 135",
+    ),
+    "sequence longer than kv_seq_len": (
+        edit(GOOD, config={"kv_seq_len": 69}),
+        ValueError,
+        "kv_indptr: expected steps of at most 69, got 70 at 0",
+    ),
+    "kv_seq_len below the mean": (edit(GOOD, config={"kv_seq_len": 60}), ValueError, r"config\['kv_seq_len'\]: exp"),
+    "queries not uniform": (
+        edit(GOOD, qo_indptr=torch.tensor([0, 0, 2], dtype=INT32)),
+        ValueError,
+        "qo_indptr: expected steps of 1, got 0 at 0",
+    ),
+    "config lacks sm_scale": ((*GOOD[:4], without(CONFIG, "sm_scale")), KeyError, r"config\['sm_scale'\]"),
+    "config batch_size": (edit(GOOD, config={"batch_size": 3}), ValueError, "q: expected shape"),
+    "config batch_size 0": (edit(GOOD, config={"batch_size": 0}), ValueError, "expected an int >= 1, got 0"),
+    "config num_heads": (edit(GOOD, config={"num_heads": 8}), ValueError, r"config\['num_heads'\]: expected 16, got 8"),
+    "config v_head_dim": (edit(GOOD, config={"v_head_dim": 576}), ValueError, r"\['v_head_dim'\]: expected 512"),
+    "config sm_scale": (edit(GOOD, config={"sm_scale": float("nan")}), ValueError, r"config\['sm_scale'\]: expected a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_argument_is_named(name):
+    data, error, message = BAD_ARGUMENTS[name]
+    with pytest.raises(error, match=message):
+        submission.custom_kernel(data)
+
+
+def test_bad_values_are_seen_after_a_good_call_of_the_shape():
+    submission.custom_kernel(GOOD)
+    with pytest.raises(ValueError, match="kv_indptr: expected to go from 0"):
+        submission.custom_kernel(edit(GOOD, kv_indptr=torch.tensor([0, 70, 133], dtype=INT32)))
+
+
+# ---- table
+
+
+TARGETS = [Target("cpu"), Target("sm90", 132), Target("gfx950", 256), Target("gpu", 108)]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("batch_size", [1, 4, 7, 256, 1000])
+@pytest.mark.parametrize("kv_seq_len", [0, 1, 1024, 8192, 100_000])
+def test_every_shape_has_candidates_that_end_with_one_for_anything(target, batch_size, kv_seq_len):
+    configs = select_config(batch_size, kv_seq_len, target)
+    assert configs[-1].arm == "torch_chunked"
+    assert len(configs) <= submission.MAX_CANDIDATES
+    assert all(config.arm in ARMS for config in configs)
+    assert all(1 <= config.splits <= submission.MAX_SPLITS for config in configs)
+
+
+def test_unknown_target_is_named():
+    with pytest.raises(ValueError, match="target: expected one of .*'sm90'.* got 'tpu'"):
+        select_config(4, 1024, Target("tpu"))
+
+
+def test_measured_rows_come_before_the_rows_for_any_shape():
+    seen_any = set()
+    for row in TABLE:
+        if row.batch_size is None:
+            seen_any.add(row.target)
+        else:
+            assert row.target not in seen_any, f"{row} is never reached"
+
+
+def test_worked_example_of_choose_splits():
+    assert choose_splits(32, 8192, 64, num_cu=132, programs_per_cu=2) == 8
+
+
+def test_splits_never_exceed_the_tiles_and_fill_a_small_batch():
+    for tiles in range(1, 40):
+        assert choose_splits(1, tiles * 64, 64, 132, 2) <= min(tiles, submission.MAX_SPLITS)
+    assert choose_splits(4, 8192, 64, 132, 2) == submission.MAX_SPLITS
+    assert choose_splits(256, 8192, 64, 132, 2) == 1
+
+
+# ---- dispatch
+
+
+def right(data, plan):
+    out = submission._output(plan.problem)
+    return out.copy_(submission._attend_float32(data, "bf16"))
+
+
+def wrong_gain(data, plan):
+    return right(data, plan).mul_(1.05)
+
+
+def every_second_token(data, plan):
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    halves = {"bf16": kv_data["bf16"][::2]}
+    return right((q, halves, qo_indptr, kv_indptr // 2, config), plan)
+
+
+class NanEveryTenth:
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, data, plan):
+        self.runs += 1
+        output = right(data, plan)
+        return output.fill_(float("nan")) if self.runs % 10 == 0 else output
+
+
+def raises(data, plan):
+    raise RuntimeError("illegal instruction")
+
+
+def slow(data, plan):
+    time.sleep(0.02)
+    return right(data, plan)
+
+
+def wrong_dtype(data, plan):
+    return right(data, plan).float()
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Arms by name, tried in the order given, for data on a CPU."""
+
+    def planted(**runs):
+        monkeypatch.setattr(
+            submission, "ARMS", {name: Arm("bf16", lambda problem: None, f) for name, f in runs.items()}
+        )
+        row = Row("cpu", None, None, tuple(Config(name, splits=1) for name in runs))
+        monkeypatch.setattr(submission, "TABLE", (row,))
+
+    return planted
+
+
+def test_only_the_right_and_fast_arm_wins(plant, capsys):
+    plant(gain=wrong_gain, halved=every_second_token, nan=NanEveryTenth(), raises=raises, slow=slow, fast=right)
+    data = reference.generate_input(2, 1, 64, 3)
+    output = submission.custom_kernel(data)
+    assert submission.last_run().arm == "fast"
+    assert relative_error(output, reference.oracle(data, "bf16")) < 3e-3
+    lines = capsys.readouterr().err.splitlines()
+    dropped = {line.split("dropped ")[1].split()[0]: line for line in lines if "dropped" in line}
+    assert set(dropped) == {"gain", "halved", "nan", "raises"}
+    assert "gain 1.05" in dropped["gain"] or "error" in dropped["gain"]
+    assert "differs from the first" in dropped["nan"]
+    assert "illegal instruction" in dropped["raises"]
+
+
+def test_nothing_right_is_an_error_with_every_reason(plant):
+    plant(gain=wrong_gain, raises=raises, dtype=wrong_dtype)
+    with pytest.raises(RuntimeError, match="no arm is right for 2x64: gain .*raises .*illegal.*dtype .*float32"):
+        submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+
+
+def test_gain_of_two_percent_is_caught_even_where_the_error_would_pass(plant):
+    plant(gain=lambda data, plan: right(data, plan).mul_(1.02), fast=right)
+    submission.ARMS["gain"] = replace(submission.ARMS["gain"], max_error=0.05)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "fast"
+
+
+def test_one_wrong_row_is_caught(plant):
+    def one_row(data, plan):
+        output = right(data, plan)
+        output[1, 7] = output[0, 7]
+        return output
+
+    plant(row=one_row, fast=right)
+    submission.ARMS["row"] = replace(submission.ARMS["row"], max_error=0.3)
+    submission.custom_kernel(reference.generate_input(16, 1, 64, 3))
+    assert submission.last_run().arm == "fast"
+
+
+def test_within_the_margin_the_earlier_arm_stays(plant, monkeypatch):
+    times = iter([100.0, 98.5, 97.0])
+    monkeypatch.setattr(submission, "_try", lambda data, plan, expected, timer: (0.0, next(times)))
+    plant(first=right, second=right, third=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "third", "98.5 is within 2 % of 100, 97 is not"
+
+
+def test_untuned_takes_the_first_right_arm(plant, monkeypatch, capsys):
+    monkeypatch.setenv("MLA_TUNE", "0")
+    plant(gain=wrong_gain, slow=slow, fast=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "slow"
+    assert "dropped gain" in capsys.readouterr().err
+
+
+def test_verbose_prints_arms_errors_and_times(plant, monkeypatch, capsys):
+    monkeypatch.setenv("MLA_VERBOSE", "1")
+    plant(slow=slow, fast=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    err = capsys.readouterr().err
+    assert "2x64: slow" in err and "2x64: fast" in err and "2x64: chose fast" in err and " us" in err
+
+
+def test_a_first_call_out_of_time_leaves_the_rest_out(plant, monkeypatch, capsys):
+    monkeypatch.setenv("MLA_TUNE_SECONDS", "0.01")
+    plant(slow=slow, fast=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "slow"
+    assert "fast not tried" in capsys.readouterr().err
+
+
+def test_threads_settle_a_shape_once(plant):
+    runs = []
+
+    def counted(data, plan):
+        runs.append(threading.get_ident())
+        time.sleep(0.005)
+        return right(data, plan)
+
+    plant(counted=counted)
+    data = reference.generate_input(2, 1, 64, 3)
+    threads = [threading.Thread(target=submission.custom_kernel, args=(data,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proof_runs = 2
+    assert len(runs) == proof_runs + len(threads)
+
+
+def test_steady_state_runs_the_arm_once(plant):
+    runs = []
+    plant(counted=lambda data, plan: runs.append(1) or right(data, plan))
+    data = reference.generate_input(2, 1, 64, 3)
+    submission.custom_kernel(data)
+    runs.clear()
+    submission.custom_kernel(data)
+    assert len(runs) == 1
