@@ -38,9 +38,9 @@ for config in CONFIGS:
         reader._sums.fill_(-1)
         found["reader"].append(reader.launch().sum().item() - sum(t.sum().item() for t in tensors))
 
-q, kv_data, qo_indptr, _, config = reference.generate_input(3, 1, 100, 7)
+q, kv_data, qo_indptr, _, config = reference.generate_input(4, 1, 75, 7)
 config["kv_seq_len"] = 170
-kv_indptr = torch.tensor([0, 97, 130, 300], dtype=torch.int32)
+kv_indptr = torch.tensor([0, 97, 97, 130, 300], dtype=torch.int32)
 data = (q, kv_data, qo_indptr, kv_indptr, config)
 peers.GroupedDecode.dot_type = peers.tl.float32  # the interpreter's tl.dot takes bf16 for integers
 for kv in ("bf16", "fp8"):
