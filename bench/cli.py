@@ -58,7 +58,9 @@ app = typer.Typer(
 
 CaseOption = Annotated[
     list[str] | None,
-    typer.Option("--case", metavar="BxKV[xQ]", help="Batch x cached tokens [x queries a sequence]; repeatable."),
+    typer.Option(
+        "--case", metavar="BxKV[xQ]", help="Batch x cached tokens, x queries a sequence if not one; repeatable."
+    ),
 ]
 CasesOption = Annotated[Path | None, typer.Option("--cases", help="Case file in the platform's format.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write environment and results to this file.")]
@@ -67,10 +69,14 @@ SubmissionOption = Annotated[
     Path, typer.Option("--submission", exists=True, dir_okay=False, help="The file to judge.", show_default=False)
 ]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds one case may take in all.")]
-RepeatsOption = Annotated[int | None, typer.Option("--repeats", min=1, help="Most timed runs of a case.")]
+RepeatsOption = Annotated[
+    int | None, typer.Option("--repeats", min=1, help="Most timed runs of a case; officially 1000, leaderboard 100.")
+]
 SecondsOption = Annotated[
     float | None,
-    typer.Option("--seconds", min=0.0, help="Stop timing a case after this long, three runs at least."),
+    typer.Option(
+        "--seconds", min=0.0, help="Stop timing a case after this long, three runs at least; 120, on a CPU 20."
+    ),
 ]
 
 OWN_SUBMISSION = evaluator.ROOT / "submission.py"

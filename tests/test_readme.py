@@ -59,7 +59,8 @@ def test_eval_command_parses(line, monkeypatch):
         return
     command = typer.main.get_command(cli.app).commands[words[0]]
     context = command.make_context(words[0], words[1:])
-    assert cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+    if "case" in context.params:
+        assert cli.choose_cases(words[0], context.params["case"], context.params["cases"])
 
 
 @pytest.mark.parametrize("line", MODULES)
