@@ -1,6 +1,6 @@
 """Operand access, resolved once per instruction into closures over a wave.
 
-Kinds: u i f = 32-bit unsigned, signed, float; q r d = the same on register pairs; H I h = the same on 16-bit halves;
+Kinds: u i f = 32-bit unsigned, signed, float; H I h = the same on 16-bit halves; q r = 64-bit unsigned, signed;
 m = a 64-lane mask held in an SGPR pair.
 """
 
@@ -12,11 +12,11 @@ from .decode import Instruction
 from .state import EXEC, M0, lane_mask
 
 DTYPES = {
-    **{"u": np.uint32, "i": np.int32, "f": np.float32, "q": np.uint64, "r": np.int64, "d": np.float64},
+    **{"u": np.uint32, "i": np.int32, "f": np.float32, "q": np.uint64, "r": np.int64},
     **{"H": np.uint16, "I": np.int16, "h": np.float16},
 }
-FLOATS = "fdh"
-WIDE = "qrd"
+FLOATS = "fh"
+WIDE = "qr"
 HALVES = "HIh"
 _FLOAT_CONSTANTS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0}
 _INVERSE_2PI = {"e": 0x3118, "f": 0x3E22F983, "d": 0x3FC45F306DC9C882}
@@ -43,9 +43,7 @@ def constant(ins: Instruction, code: int, kind: str) -> int | None:
     if code == LITERAL:
         if "literal" not in ins.fields:
             raise ins.unknown("uses a literal in an encoding without one")
-        literal = ins.literal
-        # A literal is the high half of a double and the low half of an integer.
-        return literal << 32 if kind == "d" else literal & (1 << bits) - 1
+        return ins.literal & (1 << bits) - 1
     return None
 
 

@@ -71,13 +71,7 @@ OPS |= {
     "v_cvt_flr_i32_f32": Op("i", "f", lambda x: _clipped_int(np.floor(x), -(2**31), 2**31 - 1, np.int32)),
     "v_cvt_f16_f32": Op("h", "f", lambda x: x.astype(np.float16)),
     "v_cvt_f32_f16": Op("f", "h", lambda x: x.astype(np.float32)),
-    "v_cvt_f16_u16": Op("h", "H", lambda x: x.astype(np.float16)),
-    "v_cvt_f16_i16": Op("h", "I", lambda x: x.astype(np.float16)),
     "v_cvt_f32_bf16": Op("f", "H", lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32)),
-    "v_cvt_f64_f32": Op("d", "f", lambda x: x.astype(np.float64)),
-    "v_cvt_f32_f64": Op("f", "d", lambda x: x.astype(np.float32)),
-    "v_cvt_f64_i32": Op("d", "i", lambda x: x.astype(np.float64)),
-    "v_cvt_f64_u32": Op("d", "u", lambda x: x.astype(np.float64)),
     "v_cvt_pk_bf16_f32": Op("u", "ff", lambda a, b: _pack(bf16_bits(a), bf16_bits(b))),
     "v_cvt_pk_f16_f32": Op("u", "ff", lambda a, b: _pack(f16_bits(a), f16_bits(b))),
     "v_cvt_pkrtz_f16_f32": Op("u", "ff", lambda a, b: _pack(_toward_zero_f16(a), _toward_zero_f16(b))),
@@ -186,7 +180,7 @@ def scaled_down(ins: Instruction):
 
 
 def scaled_up(ins: Instruction):
-    """v_cvt_scalef32_[pk_]{f32,f16,bf16}_{fp8,bf8,fp4}: code * scale."""
+    """v_cvt_scalef32_pk_{f32,f16,bf16}_{fp8,bf8,fp4} and v_cvt_scalef32_f32_{fp8,bf8}: code * scale."""
     packed = "_pk_" in ins.name
     wide, form = ins.name.split("_")[-2:]
     read, scale, table = vector(ins, ins.src0, "u"), _scale(ins, ins.src1), DECODE[form]
@@ -200,10 +194,8 @@ def scaled_up(ins: Instruction):
     bits = _BITS[wide]
     if wide == "f32":
         writers = [vector_writer(ins, ins.vdst + n, "u") for n in range(len(shifts))]
-    elif packed:
-        writers = [vector_writer(ins, ins.vdst, "u")]
     else:
-        raise ins.unknown()
+        writers = [vector_writer(ins, ins.vdst, "u")]
 
     def run(w):
         word, factor = read(w), scale(w)
@@ -218,8 +210,9 @@ def scaled_up(ins: Instruction):
 
 TABLE = {f"v_cvt_{pk}f32_{form}": narrow_to_f32 for pk in ("", "pk_") for form in ("fp8", "bf8")}
 TABLE |= {f"v_cvt_pk_{form}_f32": f32_to_narrow for form in ("fp8", "bf8")}
+for _form in ("fp8", "bf8"):
+    TABLE[f"v_cvt_scalef32_f32_{_form}"] = scaled_up
 for _form in NARROW:
     for _wide in WIDE:
         TABLE[f"v_cvt_scalef32_pk_{_form}_{_wide}"] = scaled_down
         TABLE[f"v_cvt_scalef32_pk_{_wide}_{_form}"] = scaled_up
-        TABLE[f"v_cvt_scalef32_{_wide}_{_form}"] = scaled_up

@@ -99,7 +99,6 @@ _ONE = {
     "s_ff0_i32": (lambda a, n: _find(~a & (1 << n) - 1, n), False),
     "s_ff1_i32": (_find, False),
     "s_flbit_i32": (_leading, False),
-    "s_wqm": (lambda a, n: sum(0xF << i for i in range(0, n, 4) if a >> i & 0xF), True),
 }
 _ONE_32 = {
     "s_sext_i32_i8": lambda a: signed(a, 8),

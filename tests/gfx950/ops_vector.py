@@ -327,8 +327,6 @@ OPS: dict[str, Op] = {
     "v_fma_f16": Op("h", "hhh", fma16),
     "v_max3_f16": Op("h", "hhh", lambda a, b, c: fmax(fmax(a, b), c)),
     "v_min3_f16": Op("h", "hhh", lambda a, b, c: fmin(fmin(a, b), c)),
-    "v_add_f64": Op("d", "dd", np.add),
-    "v_mul_f64": Op("d", "dd", np.multiply),
     "v_dot2c_f32_bf16": Op("f", "uu", lambda a, b, c: _dot2(a, b, c.view(np.float32), "bf16"), reads_destination=True),
     "v_dot2_f32_bf16": Op("f", "uuf", lambda a, b, c: _dot2(a, b, c, "bf16")),
     "v_dot2_f32_f16": Op("f", "uuf", lambda a, b, c: _dot2(a, b, c, "f16")),
@@ -461,11 +459,7 @@ _COMPARES = {
     "t": lambda a, b: np.ones(64, bool),
     "tru": lambda a, b: np.ones(64, bool),
 }
-_COMPARE_KINDS = {"f32": "f", "i32": "i", "u32": "u", "f16": "h", "i16": "I", "u16": "H"} | {
-    "f64": "d",
-    "i64": "r",
-    "u64": "q",
-}
+_COMPARE_KINDS = {"f32": "f", "i32": "i", "u32": "u", "f16": "h", "i16": "I", "u16": "H", "i64": "r", "u64": "q"}
 
 
 def _class(value, wanted):
@@ -495,6 +489,8 @@ def compare(ins: Instruction):
             raise ins.unknown()
         kinds, compute = "fu", _class
     else:
+        if kind not in _COMPARE_KINDS:
+            raise ins.unknown()
         kinds, compute = _COMPARE_KINDS[kind] * 2, _COMPARES[operation]
     a, b = sources(ins, kinds)
     if ins.encoding == "VOP3_SDST":

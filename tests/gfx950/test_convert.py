@@ -164,6 +164,44 @@ def test_packing_from_halves():
     assert [decoded("bf8", int(wave.u[4][0]) >> s & 255) for s in (0, 8)] == [2.0, -7.0]
 
 
+@pytest.mark.parametrize("form", ["fp8", "bf8"])
+def test_single_scaled_decode_selects_a_byte(form):
+    for byte in range(4):
+        code = f"v_cvt_scalef32_f32_{form} v2, v0, v1 op_sel:[{byte & 1},{byte >> 1},0]"
+        wave = execute(code, v={0: ALL, 1: np.float32(2)}).wave
+        np.testing.assert_array_equal(wave.f[2], np.float32([2 * decoded(form, int(c)) for c in CODES[:, byte]]))
+
+
+def test_fp4_to_and_from_halves():
+    x = np.random.default_rng(8).choice(np.float16([0.5, 1, -1.5, 2, 3, -4, 6, 0.25, 0.75, 2.5, 7]), (64, 2))
+    bits = x.astype(np.float32).view(np.uint32) >> np.uint32(16)
+    v = {
+        0: x.view(np.uint32)[:, 0],
+        1: bits[:, 0] | bits[:, 1] << np.uint32(16),
+        2: np.float32(1),
+        3: np.uint32(0),
+        4: np.uint32(0),
+    }
+    code = """v_cvt_scalef32_pk_fp4_f16 v3, v0, v2
+              v_cvt_scalef32_pk_fp4_bf16 v4, v1, v2 op_sel:[0,0,1]
+              v_cvt_scalef32_pk_f16_fp4 v5, v3, v2"""
+    wave = execute(code, v=v).wave
+    codes = [nearest("fp4", np.float32(a), True) | nearest("fp4", np.float32(b), True) << 4 for a, b in x]
+    assert wave.u[3].tolist() == codes and wave.u[4].tolist() == [code << 8 for code in codes]
+    expected = [[decoded("fp4", code & 15), decoded("fp4", code >> 4)] for code in codes]
+    np.testing.assert_array_equal(wave.u[5].view(np.float16).reshape(64, 2), expected)
+
+
+def test_packing_of_pairs():
+    x, y = np.array([70000, 5, 65535, 65536] * 16, np.uint32), np.arange(64, dtype=np.uint32)
+    code = "v_cvt_pk_u16_u32 v2, v0, v1\nv_pack_b32_f16 v3, v0, v1\nv_cvt_pk_f16_f32 v4, v5, v6"
+    f = [np.random.default_rng(n).standard_normal(64).astype(np.float32) for n in (5, 6)]
+    wave = execute(code, v={0: x, 1: y, 5: f[0], 6: f[1]}).wave
+    np.testing.assert_array_equal(wave.u[2], np.minimum(x, 65535) | y << 16)
+    np.testing.assert_array_equal(wave.u[3], x & 0xFFFF | y << 16)
+    np.testing.assert_array_equal(wave.u[4].view(np.float16).reshape(64, 2), np.stack(f, axis=1).astype(np.float16))
+
+
 def rounded_to_bf16(x: np.float32) -> int:
     """Upper half after adding half an ulp, ties to even, in integers."""
     bits = int(np.float32(x).view(np.uint32))
@@ -187,8 +225,11 @@ def test_bf16_and_f16_rounding():
         if not np.isnan(x[lane]) and not np.isnan(y[lane]):
             assert wave.u[2][lane] == rounded_to_bf16(x[lane]) | rounded_to_bf16(y[lane]) << 16
         truncated = wave.u[4].view(np.float16)[2 * lane]
-        if np.isfinite(x[lane]):
-            assert abs(truncated) <= abs(x[lane]) and abs(np.float64(truncated) - x[lane]) <= np.spacing(abs(truncated))
+        if abs(x[lane]) > 65504:
+            assert abs(truncated) == (np.inf if np.isinf(x[lane]) else 65504)
+        elif not np.isnan(x[lane]):
+            beyond = np.nextafter(np.abs(truncated), np.float16(np.inf))
+            assert abs(float(truncated)) <= abs(float(x[lane])) < float(beyond)
     np.testing.assert_array_equal(wave.u[3], half.view(np.uint16))
     np.testing.assert_array_equal(wave.f[5], half.astype(np.float32))
 
@@ -207,9 +248,11 @@ def test_integers_saturate_and_nan_is_zero():
 
 def test_floats_from_integers_and_bytes():
     x = np.random.default_rng(6).integers(0, 1 << 32, 64).astype(np.uint32)
-    code = "v_cvt_f32_u32 v1, v0\nv_cvt_f32_i32 v2, v0\nv_cvt_f32_ubyte2 v3, v0\nv_cvt_f32_bf16 v4, v0"
+    code = "v_cvt_f32_u32 v1, v0\nv_cvt_f32_i32 v2, v0\nv_cvt_f32_bf16 v4, v0\n"
+    code += "\n".join(f"v_cvt_f32_ubyte{n} v{10 + n}, v0" for n in range(4))
     wave = execute(code, v={0: x}).wave
     np.testing.assert_array_equal(wave.f[1], np.float32(x.astype(np.float64)))
     np.testing.assert_array_equal(wave.f[2], np.float32(x.view(np.int32).astype(np.float64)))
-    np.testing.assert_array_equal(wave.f[3], (x >> np.uint32(16) & 255).astype(np.float32))
+    for n in range(4):
+        np.testing.assert_array_equal(wave.f[10 + n], x.view(np.uint8)[n::4].astype(np.float32))
     np.testing.assert_array_equal(wave.u[4], x << np.uint32(16))

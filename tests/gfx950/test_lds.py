@@ -35,15 +35,21 @@ def test_narrow_reads():
               ds_read_i16 v4, v0 offset:3
               ds_read_u16_d16 v5, v0 offset:3
               ds_read_u16_d16_hi v6, v0 offset:3
-              ds_read_i8_d16_hi v7, v0 offset:3"""
-    wave = execute(code, v={0: LANES * 5, 5: old, 6: old, 7: old}, lds=CONTENT).wave
+              ds_read_i8_d16_hi v7, v0 offset:3
+              ds_read_u8_d16 v8, v0 offset:3
+              ds_read_u8_d16_hi v9, v0 offset:3
+              ds_read_i8_d16 v10, v0 offset:3"""
+    wave = execute(code, v={0: LANES * 5} | {row: old for row in range(5, 11)}, lds=CONTENT).wave
     for lane in range(64):
         byte = CONTENT[5 * lane + 3]
-        word = int(byte) | int(CONTENT[5 * lane + 4]) << 8
+        number = int(byte)
+        word = number | int(CONTENT[5 * lane + 4]) << 8
         assert wave.u[1][lane] == byte and wave.i[2][lane] == byte.view(np.int8)
         assert wave.u[3][lane] == word and wave.i[4][lane] == np.uint16(word).view(np.int16)
         assert wave.u[5][lane] == 0xAAAA0000 | word and wave.u[6][lane] == 0x5555 | word << 16
         assert wave.u[7][lane] == 0x5555 | (int(byte.view(np.int8)) & 0xFFFF) << 16
+        assert wave.u[8][lane] == 0xAAAA0000 | number and wave.u[9][lane] == 0x5555 | number << 16
+        assert wave.u[10][lane] == 0xAAAA0000 | int(byte.view(np.int8)) & 0xFFFF
 
 
 def test_two_address_reads_and_writes():
@@ -73,6 +79,23 @@ def test_writes_of_active_lanes(bits):
             raw = b"".join(int(DWORDS[n][lane]).to_bytes(4, "little") for n in range(count))[:size]
             expected[16 * lane + 3 : 16 * lane + 3 + size] = np.frombuffer(raw, np.uint8)
     np.testing.assert_array_equal(outcome.wave.lds.bytes, expected)
+
+
+def test_high_half_writes_and_other_pairs():
+    code = """ds_write_b8_d16_hi v0, v4
+              ds_write_b16_d16_hi v0, v4 offset:2
+              ds_write2_b64 v0, v[4:5], v[6:7] offset0:128 offset1:192
+              ds_write2st64_b32 v0, v4, v5 offset0:12 offset1:14
+              ds_read2st64_b32 v[8:9], v0 offset0:14 offset1:12"""
+    wave = execute(code, v={0: LANES * 8, **{4 + n: DWORDS[n] for n in range(4)}}, lds=CONTENT).wave
+    words = wave.lds.dwords
+    np.testing.assert_array_equal(wave.lds.bytes[:512:8], DWORDS[0] >> 16 & 255)
+    np.testing.assert_array_equal(words[:128:2] >> 16, DWORDS[0] >> 16)
+    np.testing.assert_array_equal(words[256:384].reshape(64, 2).T, DWORDS[:2])
+    np.testing.assert_array_equal(words[384:512].reshape(64, 2).T, DWORDS[2:4])
+    np.testing.assert_array_equal(words[768:896:2], DWORDS[0])
+    np.testing.assert_array_equal(words[896:1024:2], DWORDS[1])
+    np.testing.assert_array_equal(wave.v[8:10], DWORDS[[1, 0]])
 
 
 def test_accumulator_registers_as_data():
@@ -122,6 +145,51 @@ def test_atomics_take_turns():
     wave = execute(code, v=v, lds=lds).wave
     assert wave.u[2].tolist() == [lane * (lane + 1) // 2 for lane in range(64)]
     assert wave.lds.dwords[:2].tolist() == [64 * 65 // 2, 43] and wave.lds.dwords[2:3].view(np.float32)[0] == 32
+
+
+ATOMICS = {
+    "add_u32": lambda old, x: old + x,
+    "sub_u32": lambda old, x: old - x,
+    "min_u32": min,
+    "max_u32": max,
+    "min_i32": lambda old, x: min(old, x, key=signed),
+    "max_i32": lambda old, x: max(old, x, key=signed),
+    "and_b32": lambda old, x: old & x,
+    "or_b32": lambda old, x: old | x,
+    "xor_b32": lambda old, x: old ^ x,
+}
+
+
+def signed(x):
+    return x - (1 << 32) if x >> 31 else x
+
+
+@pytest.mark.parametrize("name", ATOMICS)
+def test_atomics(name):
+    operation, kind = name.split("_")
+    code = f"ds_{operation}_rtn_{kind} v2, v0, v1\nds_{operation}_{kind} v0, v1 offset:16"
+    model, returned = [7, 0xFFFFFFF0, 100, 0x80000000], []
+    wave = execute(code, v={0: LANES % 4 * 4, 1: DWORDS[0]}, lds=np.array(model * 2, np.uint32)).wave
+    for lane in range(64):
+        returned.append(model[lane % 4])
+        model[lane % 4] = ATOMICS[name](model[lane % 4], int(DWORDS[0][lane])) & 0xFFFFFFFF
+    assert wave.u[2].tolist() == returned and wave.lds.dwords[:8].tolist() == model * 2
+
+
+def test_float_atomics_and_exchange():
+    code = """ds_max_rtn_f32 v2, v0, v1
+              ds_min_f32 v0, v1 offset:4
+              ds_min_rtn_f32 v5, v0, v1 offset:4
+              ds_max_f32 v0, v1 offset:12
+              ds_wrxchg_rtn_b32 v3, v0, v1 offset:8
+              ds_add_rtn_f32 v4, v0, v1 offset:8"""
+    x = np.random.default_rng(4).standard_normal(64).astype(np.float32)
+    wave = execute(code, v={0: np.uint32(0), 1: x}, lds=np.zeros(4, np.float32)).wave
+    np.testing.assert_array_equal(wave.f[2], np.maximum.accumulate(np.concatenate([[0], x]))[:-1])
+    cells = wave.lds.dwords.view(np.float32)
+    assert cells[0] == cells[3] == x.max() and cells[1] == x.min() and (wave.f[5] == x.min()).all()
+    np.testing.assert_array_equal(wave.f[3], np.concatenate([[0], x[:-1]]))
+    assert wave.f[4][0] == x[-1] and wave.f[4][1] == x[-1] + x[0]
 
 
 def test_unwritten_bytes_are_reported():

@@ -45,6 +45,11 @@ BINARY = {
     "s_pack_ll_b32_b16": lambda a, b: (a & 0xFFFF | (b & 0xFFFF) << 16, None),
     "s_pack_lh_b32_b16": lambda a, b: (a & 0xFFFF | b & 0xFFFF0000, None),
     "s_bfm_b32": lambda a, b: ((1 << a % 32) - 1 << b % 32 & M32, None),
+    "s_pack_hh_b32_b16": lambda a, b: (a >> 16 | b & 0xFFFF0000, None),
+    "s_nor_b32": lambda a, b: (~(a | b) & M32, int(~(a | b) & M32 != 0)),
+    "s_absdiff_i32": lambda a, b: (abs(s32(a) - s32(b)) & M32, int(a != b)),
+    "s_lshl1_add_u32": lambda a, b: ((a << 1) + b & M32, int((a << 1) + b > M32)),
+    "s_lshl4_add_u32": lambda a, b: ((a << 4) + b & M32, int((a << 4) + b > M32)),
     "s_bfe_u32": lambda a, b: ((f := a >> (b & 31) & (1 << (b >> 16 & 127)) - 1), int(f != 0)),
 }
 
@@ -71,6 +76,9 @@ def test_signed_field_extract():
     [
         ("s_not_b32", lambda a: ~a & M32),
         ("s_brev_b32", lambda a: int(f"{a:032b}"[::-1], 2)),
+        ("s_bcnt0_i32_b32", lambda a: 32 - bin(a).count("1")),
+        ("s_ff0_i32_b32", lambda a: next((i for i in range(32) if not a >> i & 1), M32)),
+        ("s_flbit_i32", lambda a: next((i for i in range(32) if (a << i ^ a) & 0x80000000), M32)),
         ("s_bcnt1_i32_b32", lambda a: bin(a).count("1")),
         ("s_ff1_i32_b32", lambda a: next((i for i in range(32) if a >> i & 1), M32)),
         ("s_flbit_i32_b32", lambda a: next((i for i in range(32) if a << i & 0x80000000), M32)),
@@ -120,6 +128,55 @@ def test_saveexec_and_exec_halves():
     assert wave.exec == 0xF00000000F and wave.scc == 1
     wave = execute("s_mov_b32 exec_lo, 5\ns_mov_b32 exec_hi, 0\nv_mov_b32 v1, 9", v={1: np.uint32(1)}).wave
     assert wave.u[1].tolist() == [9, 1, 9] + [1] * 61
+
+
+def test_bits_and_conditional_moves():
+    code = """s_bitset1_b32 s4, 37
+              s_bitset0_b32 s5, 3
+              s_bitcmp1_b32 s2, 1
+              s_cselect_b32 s6, 1, 0
+              s_cmov_b32 s7, 42
+              s_bitcmp0_b32 s2, 1
+              s_cselect_b32 s8, 1, 0
+              s_cmov_b32 s9, 42
+              s_cmovk_i32 s9, 43
+              s_cmp_eq_u64 s[2:3], s[2:3]
+              s_cselect_b64 s[10:11], s[2:3], 0
+              s_cmovk_i32 s12, -2
+              s_cmp_lg_u64 s[2:3], s[2:3]
+              s_cselect_b32 s13, 1, 0"""
+    s = execute(code, s={2: 2, 3: 9, 4: 0, 5: M32, 7: 0, 9: 1, 12: 0}).wave.s
+    assert s[4:10] == [32, M32 - 8, 1, 42, 0, 1] and s[10:14] == [2, 9, M32 - 1, 0]
+
+
+@pytest.mark.parametrize(
+    "name, holds", [("eq", "=="), ("lg", "!="), ("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")]
+)
+def test_compares(name, holds):
+    for a in EDGES:
+        for b in (a, 5, 0x80000000):
+            for kind, view in (("i32", s32), ("u32", int)):
+                expected = int(eval(f"x {holds} y", {"x": view(a), "y": view(b)}))
+                assert execute(f"s_cmp_{name}_{kind} s2, s3", s={2: a, 3: b}).wave.scc == expected
+        signed = int(eval(f"x {holds} -7", {"x": s32(a)}))
+        assert execute(f"s_cmpk_{name}_i32 s2, -7", s={2: a}).wave.scc == signed
+        unsigned = int(eval(f"x {holds} 0xFFF9", {"x": a}))
+        assert execute(f"s_cmpk_{name}_u32 s2, 0xfff9", s={2: a}).wave.scc == unsigned
+
+
+def test_other_exec_updates_and_calls():
+    wave = execute("s_or_saveexec_b64 s[4:5], s[2:3]", s={2: 6, 3: 0}, exec_mask=1).wave
+    assert wave.exec == 7 and wave.pair(4) == 1
+    wave = execute("s_andn2_wrexec_b64 s[4:5], s[2:3]", s={2: 6, 3: 0}, exec_mask=3).wave
+    assert wave.exec == wave.pair(4) == 4
+    code = """s_getpc_b64 s[4:5]
+              s_add_u32 s4, s4, 16
+              s_swappc_b64 s[6:7], s[4:5]
+              s_mov_b32 s2, 1
+              s_endpgm
+              s_setpc_b64 s[6:7]"""
+    s = execute(code, s={2: 0}).wave.s
+    assert s[2] == 1 and s[6] == 12
 
 
 def test_loop_and_branches():

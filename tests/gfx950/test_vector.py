@@ -44,6 +44,14 @@ def s32(x):
     return x - (1 << 32) if x & 0x80000000 else x
 
 
+def s64(x):
+    return x - (1 << 64) if x >> 63 else x
+
+
+def s16(x):
+    return (x & 0x7FFF) - (x & 0x8000)
+
+
 def s24(x):
     x &= 0xFFFFFF
     return x - (1 << 24) if x & 0x800000 else x
@@ -101,6 +109,25 @@ INTEGER = {
     "v_max3_u16": lambda a, b, c: max(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF),
     "v_add_u16": lambda a, b: a + b & 0xFFFF,
     "v_lshlrev_b16": lambda a, b: (b & 0xFFFF) << a % 16 & 0xFFFF,
+    "v_lshrrev_b16": lambda a, b: (b & 0xFFFF) >> a % 16,
+    "v_ashrrev_i16": lambda a, b: s16(b) >> a % 16 & 0xFFFF,
+    "v_sub_u16": lambda a, b: a - b & 0xFFFF,
+    "v_subrev_u16": lambda a, b: b - a & 0xFFFF,
+    "v_mul_lo_u16": lambda a, b: a * b & 0xFFFF,
+    "v_min_u16": lambda a, b: min(a & 0xFFFF, b & 0xFFFF),
+    "v_max_i16": lambda a, b: max(s16(a), s16(b)) & 0xFFFF,
+    "v_min_i16": lambda a, b: min(s16(a), s16(b)) & 0xFFFF,
+    "v_max3_i16": lambda a, b, c: max(s16(a), s16(b), s16(c)) & 0xFFFF,
+    "v_min3_i16": lambda a, b, c: min(s16(a), s16(b), s16(c)) & 0xFFFF,
+    "v_min3_u16": lambda a, b, c: min(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF),
+    "v_med3_u16": lambda a, b, c: median(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF),
+    "v_med3_i16": lambda a, b, c: median(s16(a), s16(b), s16(c)) & 0xFFFF,
+    "v_min3_u32": lambda a, b, c: min(a, b, c),
+    "v_min3_i32": lambda a, b, c: min(s32(a), s32(b), s32(c)),
+    "v_add_i32": lambda a, b: a + b,
+    "v_sub_i32": lambda a, b: a - b,
+    "v_mul_hi_u32_u24": lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF) >> 32,
+    "v_mul_hi_i32_i24": lambda a, b: s24(a) * s24(b) >> 32,
 }
 
 
@@ -153,7 +180,9 @@ def test_fma_rounds_once():
     np.testing.assert_array_equal(wave.u[4], wave.u[3])
 
 
-@pytest.mark.parametrize("name, operator", [("add", "__add__"), ("sub", "__sub__"), ("mul", "__mul__")])
+@pytest.mark.parametrize(
+    "name, operator", [("add", "__add__"), ("sub", "__sub__"), ("subrev", "__rsub__"), ("mul", "__mul__")]
+)
 def test_float_arithmetic(name, operator):
     a, b = floats(4), floats(5)
     wave = execute(f"v_{name}_f32 v3, v0, v1\nv_{name}_f32_e64 v4, -v0, |v1|", v={0: a, 1: b}).wave
@@ -187,16 +216,16 @@ def test_max_and_min_with_nan_and_zeros():
 def test_three_operand_extrema():
     a, b, c = (np.random.default_rng(n).standard_normal(64).astype(np.float32) for n in (6, 7, 8))
     a[0], b[1], c[2] = np.nan, np.nan, np.nan
-    code = (
-        "v_max3_f32 v3, v0, v1, v2\nv_min3_f32 v4, v0, v1, v2\nv_med3_f32 v5, v0, v1, v2\nv_maximum3_f32 v6, v0, v1, v2"
-    )
+    names = ("max3", "min3", "med3", "maximum3", "minimum3")
+    code = "\n".join(f"v_{name}_f32 v{3 + n}, v0, v1, v2" for n, name in enumerate(names))
     wave = execute(code, v={0: a, 1: b, 2: c}).wave
     stack = np.stack([a, b, c])
     np.testing.assert_array_equal(wave.f[3], np.nanmax(stack, axis=0))
     np.testing.assert_array_equal(wave.f[4], np.nanmin(stack, axis=0))
     np.testing.assert_array_equal(wave.f[5][3:], np.median(stack, axis=0)[3:])
     np.testing.assert_array_equal(wave.f[5][:3], np.nanmin(stack, axis=0)[:3])
-    assert np.isnan(wave.f[6][:3]).all() and not np.isnan(wave.f[6][3:]).any()
+    np.testing.assert_array_equal(wave.f[6], stack.max(axis=0))
+    np.testing.assert_array_equal(wave.f[7], stack.min(axis=0))
 
 
 def test_transcendentals_and_their_flushing():
@@ -363,6 +392,13 @@ def test_64_bit_arithmetic_through_carries():
               v_mad_u64_u32 v[8:9], s[2:3], v0, v2, v[2:3]
               v_lshl_add_u64 v[10:11], v[0:1], 3, v[2:3]
               v_lshlrev_b64 v[12:13], 7, v[0:1]
+              v_lshrrev_b64 v[16:17], 9, v[0:1]
+              v_ashrrev_i64 v[18:19], v2, v[0:1]
+              v_mad_i64_i32 v[20:21], s[4:5], v0, v2, v[2:3]
+              v_subrev_co_u32 v22, vcc, v0, v2
+              v_subbrev_co_u32 v23, vcc, v1, v3, vcc
+              v_cmp_lt_i64 s[6:7], v[0:1], v[2:3]
+              v_cmp_gt_u64 s[8:9], v[0:1], v[2:3]
               v_mov_b64 v[14:15], v[0:1]"""
     wave = execute(code, v={0: low(a), 1: high(a), 2: low(b), 3: high(b)}).wave
 
@@ -378,6 +414,12 @@ def test_64_bit_arithmetic_through_carries():
         assert pair(10)[lane] == (x << 3) + y & m
         assert pair(12)[lane] == x << 7 & m
         assert pair(14)[lane] == x
+        assert pair(16)[lane] == x >> 9
+        assert pair(18)[lane] == s64(x) >> (y & 63) & m
+        signed = s32(x & M32) * s32(y & M32) + s64(y)
+        assert pair(20)[lane] == signed & m and wave.pair(4) >> lane & 1 == (signed != s64(signed & m))
+        assert pair(22)[lane] == y - x & m
+        assert wave.pair(6) >> lane & 1 == (s64(x) < s64(y)) and wave.pair(8) >> lane & 1 == (x > y)
 
 
 def test_packed_float_selects_halves():
@@ -394,6 +436,9 @@ def test_packed_float_selects_halves():
     np.testing.assert_array_equal(wave.f[9], rows[0] + rows[3])
     np.testing.assert_array_equal(wave.f[11], (rows[1].astype(np.float64) * rows[3] + rows[5]).astype(np.float32))
     np.testing.assert_array_equal(wave.f[1], rows[1] * 2)
+    wave = execute("v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[1,0]", v=rows).wave
+    np.testing.assert_array_equal(wave.f[0], rows[3])
+    np.testing.assert_array_equal(wave.f[1], rows[0])
 
 
 def test_packed_halves():
@@ -404,6 +449,77 @@ def test_packed_halves():
     np.testing.assert_array_equal(wave.u[3].view(np.float16).reshape(64, 2), a[:, ::-1] * b)
     expected = np.maximum(a.view(np.uint16), b.view(np.uint16))
     np.testing.assert_array_equal(wave.u[4].view(np.uint16).reshape(64, 2), expected)
+
+
+PACKED_INTEGERS = {
+    "v_pk_add_u16": lambda a, b, c: a + b,
+    "v_pk_sub_u16": lambda a, b, c: a - b,
+    "v_pk_mul_lo_u16": lambda a, b, c: a * b,
+    "v_pk_mad_u16": lambda a, b, c: a * b + c,
+    "v_pk_min_u16": lambda a, b, c: min(a, b),
+    "v_pk_add_i16": lambda a, b, c: a + b,
+    "v_pk_sub_i16": lambda a, b, c: a - b,
+    "v_pk_max_i16": lambda a, b, c: max(s16(a), s16(b)),
+    "v_pk_min_i16": lambda a, b, c: min(s16(a), s16(b)),
+    "v_pk_lshlrev_b16": lambda a, b, c: b << a % 16,
+    "v_pk_lshrrev_b16": lambda a, b, c: b >> a % 16,
+    "v_pk_ashrrev_i16": lambda a, b, c: s16(b) >> a % 16,
+}
+
+
+@pytest.mark.parametrize("name", PACKED_INTEGERS)
+def test_packed_integers(name):
+    sources = "v0, v1, v2" if "mad" in name else "v0, v1"
+    wave = execute(f"{name} v3, {sources}", v=dict(enumerate(INTS))).wave
+    halves = [x.view(np.uint16).tolist() for x in INTS]
+    expected = [PACKED_INTEGERS[name](*three) & 0xFFFF for three in zip(*halves, strict=True)]
+    assert wave.u[3].view(np.uint16).tolist() == expected
+
+
+HALF_MATH = {
+    "add": lambda a, b, c: a + b,
+    "sub": lambda a, b, c: a - b,
+    "subrev": lambda a, b, c: b - a,
+    "mul": lambda a, b, c: a * b,
+    "max": lambda a, b, c: np.maximum(a, b),
+    "min": lambda a, b, c: np.minimum(a, b),
+    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float16),
+    "max3": lambda a, b, c: np.maximum(np.maximum(a, b), c),
+    "min3": lambda a, b, c: np.minimum(np.minimum(a, b), c),
+}
+
+
+@pytest.mark.parametrize("name", HALF_MATH)
+def test_half_precision(name):
+    a, b, c = (np.random.default_rng(n).standard_normal((64, 2)).astype(np.float16) for n in (22, 23, 24))
+    v = {n: x.view(np.uint32)[:, 0] for n, x in enumerate((a, b, c))} | {4: np.uint32(0xABCD1234)}
+    sources = "v0, v1, v2" if name in ("fma", "max3", "min3") else "v0, v1"
+    wave = execute(f"v_{name}_f16 v3, {sources}", v=v).wave
+    expected = HALF_MATH[name](a[:, 0], b[:, 0], c[:, 0])
+    # The upper half of the destination is cleared.
+    np.testing.assert_array_equal(wave.u[3], expected.view(np.uint16))
+    if name in ("fma", "max3", "min3"):
+        wave = execute(f"v_{name}_f16 v4, {sources} op_sel:[1,0,1,1]", v=v).wave
+        expected = HALF_MATH[name](a[:, 1], b[:, 0], c[:, 1])
+        np.testing.assert_array_equal(wave.u[4], expected.view(np.uint16).astype(np.uint32) << 16 | 0x1234)
+
+
+@pytest.mark.parametrize("name", ["fma", "max", "min", "maximum3", "minimum3"])
+def test_packed_half_extrema_and_fma(name):
+    a, b, c = (np.random.default_rng(n).standard_normal((64, 2)).astype(np.float16) for n in (25, 26, 27))
+    a[0], b[1] = np.nan, np.nan
+    sources = "v0, v1, v2" if name in ("fma", "maximum3", "minimum3") else "v0, v1"
+    wave = execute(
+        f"v_pk_{name}_f16 v3, {sources}", v={n: x.view(np.uint32)[:, 0] for n, x in enumerate((a, b, c))}
+    ).wave
+    expected = {
+        "fma": lambda: (a.astype(np.float64) * b + c).astype(np.float16),
+        "max": lambda: np.fmax(a, b),
+        "min": lambda: np.fmin(a, b),
+        "maximum3": lambda: np.maximum(np.maximum(a, b), c),
+        "minimum3": lambda: np.minimum(np.minimum(a, b), c),
+    }[name]()
+    np.testing.assert_array_equal(wave.u[3].view(np.float16).reshape(64, 2), expected)
 
 
 def test_select_and_partial_exec():
@@ -423,6 +539,12 @@ def test_dot_products_of_bf16_pairs():
     wave = execute("v_dot2_f32_bf16 v3, v0, v1, v2", v={0: packed[0], 1: packed[1], 2: np.float32(0.5)}).wave
     expected = (a.view(np.float32).astype(np.float64) * b.view(np.float32)).sum(axis=1) + 0.5
     np.testing.assert_allclose(wave.f[3], expected, rtol=1e-6, atol=1e-6)
+    v = {0: packed[0], 1: packed[1], 2: np.float32(0.5)}
+    np.testing.assert_array_equal(execute("v_dot2c_f32_bf16 v2, v0, v1", v=v).wave.f[2], wave.f[3])
+    a, b = (x.view(np.float32).astype(np.float16) for x in (a, b))
+    v = {0: a.view(np.uint32)[:, 0], 1: b.view(np.uint32)[:, 0], 2: np.float32(0.5)}
+    wave = execute("v_dot2_f32_f16 v3, v0, v1, v2", v=v).wave
+    np.testing.assert_allclose(wave.f[3], (a.astype(np.float64) * b).sum(axis=1) + 0.5, rtol=1e-6, atol=1e-6)
 
 
 def test_accumulator_moves_and_swap():
