@@ -61,7 +61,7 @@ def test_bmm_arm(monkeypatch):
     data = reference.generate_input(3, 1, 200, 5)
     output = submission.custom_kernel(data)
     assert submission.last_run().arm == "torch_bmm"
-    assert relative_error(output, reference.oracle(data, "bf16")) < submission.EXACT_ERROR
+    assert relative_error(output, reference.oracle(data, "bf16")) < 3e-3
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_only_the_right_and_fast_arm_wins(plant, capsys):
 
 def test_nothing_right_is_an_error_with_every_reason(plant):
     plant(gain=wrong_gain, raises=raises, dtype=wrong_dtype)
-    with pytest.raises(RuntimeError, match="no arm is right for 2x64: gain .*raises .*illegal.*dtype .*float32"):
+    with pytest.raises(RuntimeError, match=r"no arm is right for 2x64: gain \(.*raises \(.*illegal.*dtype \(.*float32"):
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
 
 
@@ -430,6 +430,14 @@ def test_threads_settle_a_shape_once(plant):
         thread.join()
     proof_runs = 2
     assert len(runs) == proof_runs + len(threads)
+
+
+def test_a_last_resort_is_not_tried_beside_a_right_arm(plant):
+    runs = []
+    plant(slow=slow, resort=lambda data, plan: runs.append(1) or right(data, plan))
+    submission.ARMS["resort"] = replace(submission.ARMS["resort"], last_resort=True)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "slow" and not runs
 
 
 def test_steady_state_runs_the_arm_once(plant):
