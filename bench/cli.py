@@ -185,22 +185,23 @@ class Run:
 
         Ctrl-C keeps the results so far.
         """
-        with Worker(self.submission) as worker, progress_bar(self.mode, len(cases)) as (bar, task):
-            try:
+        try:
+            with Worker(self.submission) as worker:
                 self._describe(worker)
-                for case in cases:
-                    label = case_label(case.args)
-                    bar.update(task, description=f"{self.mode} {label}")
+                with progress_bar(self.mode, len(cases)) as (bar, task):
+                    for case in cases:
+                        label = case_label(case.args)
+                        bar.update(task, description=f"{self.mode} {label}")
 
-                    def on_progress(done: int, total: int, label: str = label) -> None:
-                        bar.update(task, description=f"{self.mode} {label}, run {done} of at most {total}")
+                        def on_progress(done: int, total: int, label: str = label) -> None:
+                            bar.update(task, description=f"{self.mode} {label}, run {done} of at most {total}")
 
-                    ask_worker = partial(worker.ask, timeout_s=self._timeout_s, on_progress=on_progress)
-                    answer = ask(ask_worker, case)
-                    self.results.append({"case": label, "args": case.args, **add_derived(answer)})
-                    bar.advance(task)
-            except KeyboardInterrupt:
-                self._interrupted = True
+                        ask_worker = partial(worker.ask, timeout_s=self._timeout_s, on_progress=on_progress)
+                        answer = ask(ask_worker, case)
+                        self.results.append({"case": label, "args": case.args, **add_derived(answer)})
+                        bar.advance(task)
+        except KeyboardInterrupt:
+            self._interrupted = True
 
     def _describe(self, worker: Worker) -> None:
         self.environment = worker.ask("environment")
@@ -410,13 +411,13 @@ def profile(
 
     def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
         path = str(trace / f"{case_label(one.args)}.json") if trace is not None else None
-        answer = ask_worker("profile", args=one.args, trace=path, warm=True)
-        if answer["good"]:
-            run.console.print(f"\n{case_label(one.args)}, arm {answer['arm'] or '-'}", markup=False)
-            run.console.print(answer["report"], markup=False, soft_wrap=True)
-        return answer
+        return ask_worker("profile", args=one.args, trace=path, warm=True)
 
     run.ask_all(chosen, ask)
+    for result in run.results:
+        if "report" in result:
+            run.console.print(f"\n{result['case']}, arm {result['arm'] or '-'}", markup=False)
+            run.console.print(result["report"], markup=False, soft_wrap=True)
     run.finish()
 
 
