@@ -14,12 +14,20 @@ Arrays are numpy arrays or CPU tensors, contiguous; the kernel reads and writes 
     run = Emulator(code_object).launch(kernel_name, grid, kernarg, num_warps, memory, lds_bytes=0)
 
 Options of both launches (`Emulator.launch` documents them): order="shuffled", concurrent=4, late_loads="late" or
-"random", seed=0, quantum=4, uninitialised="raise". A run has `instructions` (wave-instructions), `executed` (a Counter
-by mnemonic) and `findings`; `state.Finding` lists their kinds. Errors are subclasses of EmulatorError: OutOfBounds,
-UnknownInstruction, Uninitialised, Deadlock.
+"random", caches=True, seed=0, quantum=4, uninitialised="raise". A run has `instructions` (wave-instructions),
+`executed` (a Counter by mnemonic) and `findings`; `state.Finding` lists their kinds. Errors are subclasses of
+EmulatorError: OutOfBounds, UnknownInstruction, Uninitialised, Deadlock.
 
-What it cannot show: missing s_nop, most races, memory ordering between caches, rounding and order inside an MFMA,
-denormal modes, and time.
+A planted fault, here a lost matrix instruction::
+
+    def lose_third(instruction, operation, count=itertools.count(1)):
+        if not instruction.name.startswith("v_mfma"):
+            return operation
+        return lambda wave: None if next(count) == 3 else operation(wave)
+
+    kernel.wrapped(lose_third).launch(...)
+
+What it cannot show: missing s_nop, most races, rounding and order inside an MFMA, denormal modes, and time.
 """
 
 from .machine import Emulator, Run

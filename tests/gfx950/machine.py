@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from . import loader, ops_convert, ops_lane, ops_lds, ops_memory, ops_mfma, ops_scalar, ops_vector
+from .caches import CachedMemory
 from .decode import Instruction, decode
 from .operands import VGPR
 from .state import (
@@ -54,8 +55,8 @@ class Run:
 class Program:
     """The text section, decoded and translated instruction by instruction when first reached."""
 
-    def __init__(self, code: loader.CodeObject):
-        self.code, self.start = code, code.text_start
+    def __init__(self, code: loader.CodeObject, wrap=None):
+        self.code, self.start, self.wrap = code, code.text_start, wrap
         self.length = (code.text_end - code.text_start) // 4
         self.instructions: list[Instruction | None] = [None] * self.length
         self.operations: list = [None] * self.length
@@ -70,6 +71,8 @@ class Program:
         ins = decode(self.code.image[address : self.code.text_end], address)
         ins.program_start = self.start
         operation = translate(ins)
+        if self.wrap:
+            operation = self.wrap(ins, operation)
         self.instructions[index], self.operations[index] = ins, operation
         self.following[index] = index + ins.size // 4
         return operation
@@ -98,11 +101,15 @@ class Program:
 
 
 class Emulator:
-    """Runs the kernels of one gfx950 code object (an ELF file). See the package's docstring for the interface."""
+    """Runs the kernels of one gfx950 code object (an ELF file). See the package's docstring for the interface.
 
-    def __init__(self, code_object: bytes):
+    wrap(instruction, operation) returns what to execute in place of `operation`, a function of a wave: a hook for
+    traces and planted faults.
+    """
+
+    def __init__(self, code_object: bytes, wrap=None):
         self.code = loader.load(code_object)
-        self.program = Program(self.code)
+        self.program = Program(self.code, wrap)
 
     def launch(
         self,
@@ -119,6 +126,7 @@ class Emulator:
         seed: int = 0,
         quantum: int = 4,
         uninitialised: str = "report",
+        caches: bool = False,
         max_instructions: int = 200_000_000,
     ) -> Run:
         """Runs every work-group of `grid` (1 to 3 sizes, x first) to its end.
@@ -129,7 +137,8 @@ class Emulator:
         late_loads: None lands every access at once; "late" as late as the code's waits allow, "late memory" the same
         but LDS instructions at once; "random" at a random
         point before that. quantum: instructions a wave runs before the next one's turn.
-        uninitialised: "report" (a Finding), "raise" (Uninitialised) or "ignore".
+        uninitialised: "report" (a Finding), "raise" (Uninitialised) or "ignore". caches: give each work-group a
+        private cache, which only device-scope operations see through (see `caches`).
         Raises ValueError for bad arguments and EmulatorError for what the program does wrong.
         """
         if kernel not in self.code.kernels:
@@ -147,6 +156,7 @@ class Emulator:
             raise ValueError(f"kernarg: expected {chosen.kernarg_bytes} bytes, got {len(kernarg)}")
         launch = Launch(self.program, chosen, grid, num_warps, memory, total_lds)
         launch.late_loads, launch.quantum, launch.uninitialised = late_loads, quantum, uninitialised
+        launch.caches = [] if caches else None
         launch.max_instructions = launch.remaining = max_instructions
         launch.random = np.random.default_rng(seed)
         launch.kernarg = memory.add(np.frombuffer(kernarg, np.uint8), "kernarg")
@@ -159,6 +169,7 @@ class Launch:
 
     kernarg = 0
     late_loads: str | None = None
+    caches: list[CachedMemory] | None = None
     quantum = 4
     uninitialised = "report"
     max_instructions = remaining = 200_000_000
@@ -194,6 +205,8 @@ class Launch:
             for group in active:
                 self._turn(group)
             active = [group for group in active if not all(wave.done for wave in group.waves)]
+        for cache in self.caches or ():
+            cache.write_back()
         instructions = self.program.instructions
         for index, count in enumerate(self.counts):
             if count:
@@ -204,7 +217,11 @@ class Launch:
     def _start(self, number: int) -> WorkGroup:
         x, y, _ = self.grid
         index = (number % x, number // x % y, number // (x * y))
-        group = WorkGroup(number, index, Lds(self.lds_bytes, self.report), self.memory, self.report)
+        memory = self.memory
+        if self.caches is not None:
+            memory = CachedMemory(memory)
+            self.caches.append(memory)
+        group = WorkGroup(number, index, Lds(self.lds_bytes, self.report), memory, self.report)
         for warp in range(self.num_warps):
             wave = Wave(group, warp, self.program.length)
             wave.late, wave.late_lds = self.late_loads is not None, self.late_loads != "late memory"

@@ -1,7 +1,7 @@
 """Global memory: SMEM, GLOBAL, FLAT and MUBUF, with direct-to-LDS loads and atomics.
 
-Memory is sequentially consistent here: sc0, sc1 and nt only decide whether an atomic returns, and buffer_wbl2 and
-buffer_inv only take a place in the queue. FLAT addresses are global ones; scratch is an error.
+Without `caches` memory is sequentially consistent: sc0 makes an atomic return its old value, sc1, buffer_wbl2 and
+buffer_inv have no effect beyond their place in the queue. FLAT addresses are global ones; scratch is an error.
 """
 
 import numpy as np
@@ -141,7 +141,7 @@ def mubuf(ins: Instruction):
     """Buffer loads (out of range: 0), stores (dropped), atomics, direct-to-LDS loads and cache control."""
     action = ins.name.split("_", 1)[1]
     if action in ("wbl2", "inv"):
-        return lambda w: w.queue(w.vm, lambda: None, VM_LIMIT)
+        return _cache_control(ins, action)
     offsets = _buffer_offsets(ins)
     if ins.lds:
         width = _WIDTHS.get(action.removeprefix("load_"))
@@ -157,12 +157,28 @@ def mubuf(ins: Instruction):
     raise ins.unknown()
 
 
-def _fetch(w, addresses: np.ndarray, inside: np.ndarray | None, width: int) -> np.ndarray:
+def _cache_control(ins: Instruction, action: str):
+    def run(w):
+        def land():
+            if ins.sc1:
+                w.memory.write_back() if action == "wbl2" else w.memory.invalidate()
+
+        w.queue(w.vm, land, VM_LIMIT)
+
+    return run
+
+
+def _memory(ins: Instruction, w):
+    """The wave's memory, past its cache for an access of device scope."""
+    return w.memory.device_scope() if ins.sc1 else w.memory
+
+
+def _fetch(memory, addresses: np.ndarray, inside: np.ndarray | None, width: int) -> np.ndarray:
     """Loads the lanes in range; the others read 0."""
     if inside is None or inside.all():
-        return w.memory.load(addresses, width)
+        return memory.load(addresses, width)
     data = np.zeros((addresses.size, -(-width // 4)), np.uint32)
-    data[inside] = w.memory.load(addresses[inside], width)
+    data[inside] = memory.load(addresses[inside], width)
     return data
 
 
@@ -178,7 +194,7 @@ def _load(ins: Instruction, action: str, locate, register: int):
         addresses, inside = locate(w, width)
 
         def land():
-            _write_back(w, row, _fetch(w, addresses, inside, width), width, is_signed, half, mask)
+            _write_back(w, row, _fetch(_memory(ins, w), addresses, inside, width), width, is_signed, half, mask)
 
         w.queue(w.vm, land, VM_LIMIT)
 
@@ -199,7 +215,7 @@ def _store(ins: Instruction, action: str, locate, register: int):
             data >>= 16
         if inside is not None and not inside.all():
             addresses, data = addresses[inside], data[inside]
-        w.queue(w.vm, lambda: w.memory.store(addresses, data, width), VM_LIMIT)
+        w.queue(w.vm, lambda: _memory(ins, w).store(addresses, data, width), VM_LIMIT)
 
     return run
 
@@ -224,7 +240,7 @@ def _atomic(ins: Instruction, action: str, locate, data_register: int, result_re
         def land():
             old = np.zeros((addresses.size, width // 4), np.uint32)
             chosen = slice(None) if inside is None else inside
-            old[chosen] = apply_atomic(w.memory, addresses[chosen], data[chosen], key, width)
+            old[chosen] = apply_atomic(w.memory.device_scope(), addresses[chosen], data[chosen], key, width)
             if returns:
                 w.write_rows(result, old, mask)
 
@@ -250,7 +266,7 @@ def _to_lds(ins: Instruction, width: int, locate, offset: int | None = None):
         places = active(LANES, mask) * stride + (w.s[M0] + offset)
 
         def land():
-            w.lds.store(places, _fetch(w, addresses, inside, width), stride)
+            w.lds.store(places, _fetch(_memory(ins, w), addresses, inside, width), stride)
 
         w.queue(w.vm, land, VM_LIMIT)
 

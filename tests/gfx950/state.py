@@ -200,13 +200,23 @@ class Memory:
             for region, lanes, offsets in self._split(addresses):
                 region.store(offsets, data[lanes], width)
 
+    def write_back(self) -> None:
+        """buffer_wbl2 sc1; nothing to do without caches."""
+
+    def invalidate(self) -> None:
+        """buffer_inv sc1; nothing to do without caches."""
+
+    def device_scope(self) -> "Memory":
+        """What atomics and accesses with sc1 read and write."""
+        return self
+
     def load_scalar(self, address: int, count: int) -> list[int]:
         """`count` dwords from a dword-aligned address. Raises OutOfBounds."""
         region = self._region(address)
         offset = address - (address >> self.REGION_BITS << self.REGION_BITS)
         if offset + 4 * count > region.size:
             raise OutOfBounds(f"scalar load of {count} dwords at byte {offset} of {region.name} ({region.size} bytes)")
-        return np.ascontiguousarray(region.bytes[offset : offset + 4 * count]).view(np.uint32).tolist()
+        return region.load(np.array([offset]), 4 * count)[0].tolist()
 
 
 class WorkGroup:

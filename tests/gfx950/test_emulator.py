@@ -43,35 +43,79 @@ def test_results_do_not_depend_on_scheduling():
 
 
 @triton.jit
-def last_arrival_sum(x_ptr, partial_ptr, counter_ptr, out_ptr, SIZE: tl.constexpr):
+def last_arrival_sum(x_ptr, partial_ptr, counter_ptr, out_ptr, SIZE: tl.constexpr, ORDER: tl.constexpr,
+                     WAIT: tl.constexpr):  # fmt: skip
     """Each program stores its part; the last to take a ticket adds up all of them."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     offs = tl.arange(0, SIZE)
     tl.store(partial_ptr + program * SIZE + offs, tl.load(x_ptr + program * SIZE + offs) * 2)
+    if WAIT:
+        # The release before the ticket is one wave's; each wave must see its own stores done before the barrier.
+        tl.inline_asm_elementwise("s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v", [offs], tl.int32, False, 1)
     tl.debug_barrier()
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1:
+    if tl.atomic_add(counter_ptr, 1, sem=ORDER, scope="gpu") == programs - 1:
         total = tl.zeros([SIZE], tl.float32)
         for n in range(programs):
             total += tl.load(partial_ptr + n * SIZE + offs)
         tl.store(out_ptr + offs, total)
 
 
+def hand_over(semantics, wait=True, **options):
+    """(output, expected, run) of last_arrival_sum over six programs."""
+    pointers = {"x_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "out_ptr": "*fp32"}
+    kernel = TritonKernel.compile(
+        last_arrival_sum, pointers, {"SIZE": 256, "ORDER": semantics, "WAIT": wait}, num_warps=2
+    )
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    partial, out = torch.full((6, 256), torch.nan), torch.full((256,), torch.nan)
+    counter = torch.zeros(1, dtype=torch.int32)
+    arguments = {"x_ptr": x, "partial_ptr": partial, "counter_ptr": counter, "out_ptr": out}
+    run = kernel.launch((6,), arguments, read_only=("x_ptr",), **options)
+    assert counter.item() == 6 and torch.equal(partial, 2 * x)
+    return out, 2 * x.sum(dim=0), run
+
+
+@pytest.mark.parametrize("caches", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"concurrent": 0}, {"order": "shuffled", "concurrent": 3, "late_loads": "late"}]
 )
-def test_last_arrival_hand_over(options):
-    pointers = {"x_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32", "out_ptr": "*fp32"}
-    kernel = TritonKernel.compile(last_arrival_sum, pointers, {"SIZE": 256}, num_warps=2)
-    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
-    partial, counter, out = (
-        torch.full((6, 256), torch.nan),
-        torch.zeros(1, dtype=torch.int32),
-        torch.full((256,), torch.nan),
-    )
-    arguments = {"x_ptr": x, "partial_ptr": partial, "counter_ptr": counter, "out_ptr": out}
-    run = kernel.launch((6,), arguments, read_only=("x_ptr",), **options)
-    assert counter.item() == 6 and torch.allclose(out, 2 * x.sum(dim=0), atol=1e-5)
+def test_last_arrival_hand_over(options, caches):
+    out, expected, run = hand_over("acq_rel", caches=caches, **options)
+    assert torch.allclose(out, expected, atol=1e-5)
     assert run.executed["buffer_wbl2"] and run.executed["buffer_inv"] and not run.findings
+
+
+@pytest.mark.parametrize("semantics", ["relaxed", "acquire"])
+def test_hand_over_without_release_fails_with_private_caches(semantics):
+    out, expected, _ = hand_over(semantics)
+    assert torch.allclose(out, expected, atol=1e-5)
+    out, _, _ = hand_over(semantics, caches=True)
+    assert out.isnan().any()
+
+
+def test_hand_over_needs_every_wave_to_wait_for_its_stores():
+    """A barrier orders no stores: without the wait, another wave's part may not be in the cache that is released."""
+    out, _, _ = hand_over("acq_rel", wait=False, caches=True, late_loads="late", concurrent=0)
+    assert out.isnan().any()
+
+
+def test_hooks_see_every_instruction():
+    seen, kernel = [], compiled()
+
+    def trace(instruction, operation):
+        def run(wave):
+            seen.append(instruction.name)
+            operation(wave)
+
+        return run
+
+    zeros, names = (
+        torch.zeros(1, 16, 576, dtype=torch.uint8),
+        {"kv_scale": 1.0, "score_scale": 1.0, "s_kv": 1, "split_len": 1},
+    )
+    arguments = {"q_ptr": zeros, "kv_ptr": zeros, "partial_ptr": torch.zeros(16, 512), "lse_ptr": torch.zeros(16)}
+    run = kernel.wrapped(trace).launch((1, 1), names | arguments)
+    assert len(seen) == run.instructions and seen.count("s_endpgm") == 4
 
 
 def test_triton_arguments_are_checked():

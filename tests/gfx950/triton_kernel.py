@@ -40,6 +40,12 @@ class TritonKernel:
         source = ASTSource(fn, signature, values, attrs)
         return cls(triton.compile(source, target=TARGET, options=options), signature)
 
+    def wrapped(self, wrap) -> "TritonKernel":
+        """The same kernel with a hook on each of its instructions: see `Emulator`."""
+        kernel = TritonKernel(self.compiled, self.signature)
+        kernel.emulator = Emulator(self.compiled.asm["hsaco"], wrap)
+        return kernel
+
     def kernarg(self, arguments: dict, memory: Memory, read_only=()) -> bytes:
         """Packs the explicit arguments, mapping arrays and tensors into `memory`; Triton's scratch pointers stay null.
 
