@@ -510,10 +510,11 @@ def _relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
 class _Miscount:
     weight: float
     tokens: str
+    rank: float
 
 
 def _worst_miscount(data: input_t, output: torch.Tensor, kv: str, out: torch.Tensor, lse: torch.Tensor) -> _Miscount:
-    """The group of tokens whose weight in `output` is most wrong among those whose weight is known well enough.
+    """The group of tokens that `output` most evidently counts with a wrong weight, else the one farthest from 1.
 
     Leaving token j out changes row h by -a_jh, a_jh = p_jh (v_j - out_h), up to a factor near 1. So the least-squares
     coefficient of the error on a_jh, rows weighted by their noise, is the token's weight less 1. Groups are single
@@ -521,7 +522,7 @@ def _worst_miscount(data: input_t, output: torch.Tensor, kv: str, out: torch.Ten
     """
     q, kv_data, _, kv_indptr, config = data
     bounds, s_q = kv_indptr.tolist(), config["q_seq_len"]
-    worst = _Miscount(1.0, "none")
+    worst = _Miscount(1.0, "none", 0.0)
     for b, visible in enumerate(_visible(data)):
         start, stop = bounds[b], bounds[b + 1]
         queries = slice(b * s_q, (b + 1) * s_q)
@@ -552,11 +553,16 @@ def _worst_miscount(data: input_t, output: torch.Tensor, kv: str, out: torch.Ten
             ("every 64th token from {}", lambda x: x.sum(0)),
         ):
             moved, known = group(shift), group(power)
-            significant = moved.abs() > WEIGHT_SIGMAS * known.sqrt()
-            change = torch.where(significant, _ratio(moved, known), 0.0)
-            k = change.abs().argmax().item() if change.numel() else None
-            if k is not None and abs(change[k].item()) > abs(worst.weight - 1):
-                worst = _Miscount(1 + change[k].item(), f"{name.format(k)} of sequence {b}")
+            if not moved.numel():
+                continue
+            sigmas = _ratio(moved.abs(), known.sqrt())
+            change = torch.where(sigmas > WEIGHT_SIGMAS, _ratio(moved, known), 0.0)
+            size = change.abs()
+            # Of miscounted groups name the surest: a lost split rather than its heaviest token.
+            rank = torch.where(size > WEIGHT_TOLERANCE, sigmas, size)
+            k = rank.argmax().item()
+            if rank[k].item() > worst.rank:
+                worst = _Miscount(1 + change[k].item(), f"{name.format(k)} of sequence {b}", rank[k].item())
     return worst
 
 

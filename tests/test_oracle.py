@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from test_formats import e2m1_value, e4m3_value, e8m0_value
 
 import reference
 from reference import generate_input, oracle, ref_kernel
+from tests.test_formats import e2m1_value, e4m3_value, e8m0_value
 
 FORMATS = ["bf16", "fp8", "mxfp4"]
 
