@@ -396,11 +396,12 @@ def _decode_fp8_hopper(
     kv_start = gl.load(kv_indptr + b)
     kv_end = gl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)  # bottom-right causal
     n_tiles = gl.cdiv(gl.maximum(kv_end - kv_start, 0), BLOCK_N)
-    first = n_tiles * split // SPLITS
-    n = n_tiles * (split + 1) // SPLITS - first
-    row = kv_start + first * BLOCK_N
+    # Tiles are dealt in turn, so that a sequence's splits read neighbouring memory at about the same time.
+    STEP: gl.constexpr = SPLITS * BLOCK_N
+    n = (n_tiles - split + SPLITS - 1) // SPLITS
+    row = kv_start + split * BLOCK_N
     for i in gl.static_range(STAGES):
-        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * BLOCK_N, i < n)
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * STEP, i < n)
 
     # Q as hi + lo e4m3 under a power-of-two scale per head: rows 0-15 of the B operand are hi, 16-31 lo.
     QN_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
@@ -457,7 +458,7 @@ def _decode_fp8_hopper(
         s_hi, s_lo = gl.split(s.reshape([BLOCK_N, 2, 16]).permute((0, 2, 1)))
         x = gl.convert_layout(s_hi + s_lo, X_LAYOUT) * logit_scale[None, :]
         v_smem = kn_smem.index(slot)._reinterpret(gl.int16, [BLOCK_N, 256], V_SMEM)
-        valid = kv_end - row - i * BLOCK_N
+        valid = kv_end - row - i * STEP
         if valid < BLOCK_N:
             _hopper_clear_tail(kn_smem.index(slot), valid)
         x = gl.where((offs_n < valid)[:, None], x, float("-inf"))
@@ -476,7 +477,7 @@ def _decode_fp8_hopper(
         e2, o2 = _hopper_pv(e2 * r, o2 * r, p_smem, v_smem.slice(128, 64, 1), V_LAYOUT)
         e3, o3 = _hopper_pv(e3 * r, o3 * r, p_smem, v_smem.slice(192, 64, 1), V_LAYOUT)
         e0, o0, e1, o1, e2, o2, e3, o3 = warpgroup_mma_wait(0, deps=[e0, o0, e1, o1, e2, o2, e3, o3])
-        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * BLOCK_N, i + STAGES < n)
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * STEP, i + STAGES < n)
         slot ^= 1
         phase ^= slot ^ 1
 
