@@ -91,7 +91,7 @@ def _merge(ins: Instruction, shift: int, bits: int):
 
 
 def narrow_to_f32(ins: Instruction):
-    """v_cvt_f32_{fp8,bf8} and v_cvt_pk_f32_{fp8,bf8}; SDWA or op_sel picks the byte or word."""
+    """v_cvt_f32_{fp8,bf8} and v_cvt_pk_f32_{fp8,bf8}; SDWA picks the byte or word."""
     table, packed = DECODE[ins.name[-3:]], "_pk_" in ins.name
     if ins.encoding.endswith("SDWA"):
         read = vector(ins, ins.vsrc0 if ins.s0 else VGPR + ins.vsrc0, "u")
@@ -100,9 +100,9 @@ def narrow_to_f32(ins: Instruction):
             raise ins.unknown("selects a byte for a packed conversion")
         first = {4: 0, 5: 2, 6: 0}.get(select, select)
     else:
-        read, op_sel = vector(ins, ins.src0, "u"), ins.get("opsel")
-        # Byte select of the single form: op_sel[0] is the upper bit, op_sel[1] the lower one.
-        first = 2 * (op_sel & 1) if packed else 2 * (op_sel & 1) + (op_sel >> 1 & 1)
+        read, first = vector(ins, ins.src0, "u"), 0
+        if ins.get("opsel"):
+            raise ins.unknown("has op_sel, which no assembler gives it")
     writers = [vector_writer(ins, ins.vdst + n, "f") for n in range(1 + packed)]
 
     def run(w):

@@ -72,7 +72,7 @@ class Region:
 
     def check(self, offsets: np.ndarray, width: int) -> None:
         # The unsigned view turns a negative offset into a huge one.
-        if offsets.view(np.uint64).max(initial=0) + np.uint64(width) > self.size:
+        if int(offsets.view(np.uint64).max(initial=0)) + width > self.size:
             bad = offsets[(offsets < 0) | (offsets + width > self.size)]
             where = f"byte {int(bad[0])} of {self.name} ({self.size} bytes)"
             raise OutOfBounds(f"{width}-byte access at {where}, {bad.size} lanes outside")

@@ -49,7 +49,7 @@ def test_device_scope_goes_past_the_cache():
     words, address, a, _ = two_views()
     load(a, address)
     words[0] = 3
-    assert load(a.device_scope(), address) == 3
+    assert load(a, address) == 0 and load(a.device_scope(), address) == 3 and load(a, address) == 3
     store(a, address, 4)
     store(a, address + 4, 5)
     assert load(a.device_scope(), address) == 4 and words[0] == 4

@@ -277,6 +277,8 @@ def test_bounds_name_the_buffer(data):
         execute("global_load_dword v4, v[0:1], off", v={0: np.uint32(64), 1: np.uint32(0)}, memory=memory)
     with pytest.raises(OutOfBounds, match="scalar load of 2 dwords at byte 4092 of kv"):
         execute("s_load_dwordx2 s[4:5], s[8:9], 0xffc", s=s, memory=memory)
+    with pytest.raises(OutOfBounds, match="byte -16 of LDS"):
+        execute("global_load_lds_dword v0, s[8:9] offset:-16", v={0: LANES * 4 + 16}, s=s | {124: 0}, memory=memory)
     # Inactive lanes access nothing.
     execute("global_load_dword v4, v0, s[8:9]", v={0: LANES * 4096}, s=s, memory=memory, exec_mask=1)
 

@@ -99,6 +99,10 @@ def test_64_bit_pairs_and_carries():
            s_addc_u32 s9, s3, s5
            s_sub_u32 s10, s4, s2
            s_subb_u32 s11, s5, s3
+           s_subb_u32 s20, 0, 0
+           s_add_u32 s21, s2, s2
+           s_addc_u32 s21, s3, s3
+           s_addc_u32 s21, 0, 0
            s_lshl_b64 s[12:13], s[2:3], 36
            s_ashr_i64 s[14:15], s[2:3], 4
            s_andn2_b64 s[16:17], s[2:3], s[4:5]
@@ -107,6 +111,7 @@ def test_64_bit_pairs_and_carries():
     ).wave.s
     assert s[8] | s[9] << 32 == (a + b) & M64
     assert s[10] | s[11] << 32 == (b - a) & M64
+    assert s[20] == M32 and s[21] == 1  # the borrow of b - a and the carry of a + a
     assert s[12] | s[13] << 32 == a << 36 & M64
     assert s[14] | s[15] << 32 == (a - (1 << 64) >> 4) & M64
     assert s[16] | s[17] << 32 == a & ~b

@@ -165,8 +165,9 @@ def round_to_f32(value: Fraction) -> np.float32:
 
 def test_fma_rounds_once():
     a, b, c = floats(1), floats(2), floats(3)
-    # (1 + 2**-12)**2 + 2**-25 - 2**-80: rounding to double first, then to float32, gives the wrong neighbour.
-    a[0], b[0], c[0] = 1 + 2**-12, 1 + 2**-12, -(2.0**-80)
+    # 97 * 172961 = 2**24 + 1: halfway between two float32, and c, too small for a double's sum, decides.
+    a[0], b[0], c[0] = 97, 172961 * 2.0**-24, 2.0**-80
+    a[2], b[2], c[2] = 97, 172961 * 2.0**-24, -(2.0**-80)
     a[1], b[1], c[1] = 2.0**-75, 2.0**-75, 2.0**-148  # a denormal result
     wave = execute("v_fma_f32 v3, v0, v1, v2\nv_mov_b32 v4, v2\nv_fmac_f32 v4, v0, v1", v={0: a, 1: b, 2: c}).wave
     for lane in range(64):
