@@ -1,0 +1,77 @@
+"""What the dispatch costs: the first call of each shape, and a later call beside its arm called directly.
+
+    python -m bench.dispatch --json docs/data/dispatch_h200.json
+
+Triton's compile cache starts empty, in a temporary folder. Every arm's error and time is printed as the submission
+itself reports it.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+
+import eval as evaluator
+import reference
+from bench.cli import case_label, choose_cases, make_console, progress_bar
+
+
+def dispatch(
+    case: Annotated[list[str] | None, typer.Option("--case", help="A shape such as 32x8192; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each call.")] = 51,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+) -> None:
+    """Time first and later calls of `custom_kernel`."""
+    os.environ.setdefault("MLA_VERBOSE", "1")
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
+    import submission  # after the cache folder is set
+
+    console = make_console()
+    timer = evaluator.ColdTimer()
+    results = []
+    cases = choose_cases("benchmark", case, None)
+    with progress_bar("dispatch", len(cases)) as (progress, task):
+        for one in cases:
+            data = reference.generate_input(**one.args)
+            if data[0].is_cuda:
+                torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            submission.custom_kernel(data)
+            if data[0].is_cuda:
+                torch.cuda.synchronize()
+            first_s = time.perf_counter() - start_s
+            selection = submission.last_run()
+            plan = submission._last
+            times_us: dict[str, list[float]] = {"custom_kernel_us": [], "arm_us": []}
+            for _ in range(repeats):
+                whole_ns, _ = timer.time_ns(lambda data=data: submission.custom_kernel(data))
+                arm_ns, _ = timer.time_ns(lambda data=data, plan=plan: plan.run(data, plan))
+                times_us["custom_kernel_us"].append(whole_ns / 1e3)
+                times_us["arm_us"].append(arm_ns / 1e3)
+            medians = {name: statistics.median(values) for name, values in times_us.items()}
+            results.append({"case": case_label(one.args), "arm": selection.arm, "first_call_s": first_s, **medians})
+            progress.advance(task)
+    table = Table(title="First call, and later calls in microseconds", title_justify="left")
+    for name in ("case", "arm", "first call, s", "custom_kernel", "arm alone", "ratio"):
+        table.add_column(name)
+    for row in results:
+        ratio = row["custom_kernel_us"] / row["arm_us"]
+        times = [f"{row[name]:.1f}" for name in ("custom_kernel_us", "arm_us")]
+        table.add_row(row["case"], row["arm"], f"{row['first_call_s']:.2f}", *times, f"{ratio:.3f}")
+    console.print(table)
+    console.print(f"all first calls: {sum(row['first_call_s'] for row in results):.1f} s")
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = evaluator.describe_environment(timer)
+        json_path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(dispatch)
