@@ -134,9 +134,9 @@ class Emulator:
         num_warps: waves per work-group. lds_bytes: dynamic LDS, added to the kernel's static LDS.
         order: "ascending", "descending", "shuffled" (by `seed`) or a permutation of the linear work-group numbers.
         concurrent: work-groups in flight together; 1 runs them one after another, 0 all at once.
-        late_loads: None lands every access at once; "late" as late as the code's waits allow, "late memory" the same
-        but LDS instructions at once; "random" at a random
-        point before that. quantum: instructions a wave runs before the next one's turn.
+        late_loads: None lands every access at once; "late" as late as the code's waits allow; "late memory" likewise,
+        but LDS instructions at once; "random" at a random point before that.
+        quantum: instructions a wave runs before the next one's turn.
         uninitialised: "report" (a Finding), "raise" (Uninitialised) or "ignore". caches: give each work-group a
         private cache, which only device-scope operations see through (see `caches`).
         Raises ValueError for bad arguments and EmulatorError for what the program does wrong.
@@ -147,7 +147,7 @@ class Emulator:
             raise ValueError(f"late_loads: expected one of {_LATE}, got {late_loads!r}")
         if uninitialised not in ("report", "raise", "ignore"):
             raise ValueError(f"uninitialised: expected 'report', 'raise' or 'ignore', got {uninitialised!r}")
-        grid = tuple(grid) + (1,) * (3 - len(tuple(grid)))
+        grid = (*grid, 1, 1)[:3]
         chosen = self.code.kernels[kernel]
         total_lds = chosen.lds_bytes + lds_bytes
         if total_lds > LDS_BYTES:

@@ -43,7 +43,9 @@ def active(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 def sign_extend(data: np.ndarray, width: int) -> np.ndarray:
-    return data.astype(np.uint32).view(np.int32).__lshift__(32 - 8 * width).__rshift__(32 - 8 * width).view(np.uint32)
+    """uint32 whose low `width` bytes hold a signed value -> the value in 32 bits."""
+    shift = np.int32(32 - 8 * width)
+    return (data.view(np.int32) << shift >> shift).view(np.uint32)
 
 
 def read(ins: Instruction):

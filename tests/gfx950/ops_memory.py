@@ -24,7 +24,7 @@ _WIDTHS = {"ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short":
 
 
 def smem(ins: Instruction):
-    """s_load_* and s_buffer_load_*, s_dcache_* (no effect), s_memtime (a counter of instructions is no time)."""
+    """s_load_* and s_buffer_load_* (out of range: 0), and s_dcache_*, which has no effect."""
     name = ins.name
     if name.startswith("s_dcache"):
         return lambda w: None
