@@ -23,14 +23,18 @@ prints each arm's error and time; MLA_TUNE_SECONDS=<s> limits a first call (20),
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate, chain
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -545,6 +549,13 @@ _TORCH = (Config("torch_bmm", splits=1), Config("torch_chunked", splits=1))
 _GPU = (Config("triton_fp8"), *_TORCH)
 
 
+def _own(form: str, tile: int) -> Config:
+    return Config(f"aiter_own_{form}", splits=1, block_n=tile)
+
+
+_AITER = (_own("a16w8", 64), _own("a8w8", 128), Config("aiter_direct_a8w8", splits=1))
+
+
 def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
     return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
 
@@ -562,7 +573,15 @@ TABLE: tuple[Row, ...] = (
     _hopper(256, 1024, 1),  # 52.3 us, reader 46.0
     _hopper(256, 8192, 1),  # 291.7 us, reader 275.0
     _hopper(None, None, 0),
-    Row("gfx950", None, None, _GPU),
+    # No row of gfx950 was measured: the orders follow the schedules' busy CUs and longest CU, see docs/aiter.md.
+    Row("gfx950", 4, 1024, (_own("a16w8", 32), _own("a8w8_cast", 128), Config("aiter_bf16", splits=1), *_GPU)),
+    # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
+    *(
+        Row("gfx950", b, s_kv, (_own("a8w8_cast", 128), *_AITER, Config("triton_fp8"), _TORCH[1]))
+        for b in (4, 32, 64, 256)
+        for s_kv in (1024, 8192)
+    ),
+    Row("gfx950", None, None, (*_AITER, *_GPU)),
     Row("gpu", None, None, _GPU),
 )
 
@@ -741,6 +760,7 @@ class Problem:
     uniform: bool
     empty: bool  # no token at all
     aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
+    contiguous: bool  # Q and the bf16 and fp8 caches
 
     @property
     def total_q(self) -> int:
@@ -979,6 +999,542 @@ ARMS: dict[str, Arm] = {
 }
 
 
+# ---- AITER ----
+
+
+@dataclass(frozen=True)
+class AiterSchedule:
+    """Work lists of AITER's persistent MLA decode, as its kernels read them.
+
+    CU c runs `work_info[work_indptr[c] : work_indptr[c + 1]]`. An item is (sequence, partial row or -1 when it writes
+    the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0); KV positions count
+    over the whole batch, ends are exclusive. Sequence b's output is combined from the partial rows
+    `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when it is not split, into the rows
+    `reduce_final_map[b]`. Source: the work-info union and the metadata and reduce kernels of AITER's MLA.
+    """
+
+    work_indptr: tuple[int, ...]  # [num_cu + 1]
+    work_info: tuple[tuple[int, ...], ...]  # [items, 8]
+    reduce_indptr: tuple[int, ...]  # [batch + 1]
+    reduce_final_map: tuple[tuple[int, int], ...]  # [batch, 2]
+    reduce_partial_map: tuple[int, ...]  # [partial rows]
+
+
+A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; a16w8 and a16w16 take 16
+NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return NaN on gfx950
+
+
+def _good_item(length: int, tile: int) -> bool:
+    """Whether stage 1 is known to be right on `length` tokens; tiles that are multiples of 128 are the a8w8 kernel's.
+
+    A tail of 1 to 3 tokens is a reported NaN. The a8w8 kernel may overlap its last prefetch with the staging of its
+    output when the number of whole tiles is even and not zero.
+    """
+    whole_tiles = length // A8W8_TILE if tile % A8W8_TILE == 0 else 0
+    return length % 16 not in (1, 2, 3) and (whole_tiles == 0 or whole_tiles % 2 == 1)
+
+
+def _first_cut(length: int, tile: int) -> int | None:
+    """The first offset that leaves two good items, among multiples of the tile, then of 16, then of 8; None: none."""
+    offsets = chain(range(tile, length, tile), range(16, length, 16), range(8, length, 16))
+    return next((x for x in offsets if _good_item(x, tile) and _good_item(length - x, tile)), None)
+
+
+def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSchedule:
+    """Deals `batch` sequences of `kv_len` tokens to `num_cu` CUs in cuts of `tile` tokens (a multiple of 16).
+
+    Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
+    within its sequence. So every CU is within one tile of the mean and works through its items in order. When whole
+    sequences leave no CU more than one tile over the mean, none is split and no reduce is needed.
+
+    On its CU an item is cut in two where `_good_item` says so: for a tail of 1 to 3 tokens always (a sequence of 1 to
+    3 tokens excepted), for an even number of 128-token tiles only in a sequence that is split anyhow. A sequence in
+    exactly 16 items gets one more. The reduce takes at most `num_cu` items a sequence: one that would pass this keeps
+    its uncut items.
+
+    Worked example, 4 x 1024 on 256 CUs: tiles of 128 make 32 items of 128 tokens, so 32 busy CUs; tiles of 32 make
+    128 items. 32 x 8192 with tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items a sequence,
+    so one of them becomes two.
+
+    Pure. Raises ValueError when an argument is out of range.
+    """
+    _expect(batch >= 1, "batch", "at least 1", batch)
+    _expect(kv_len >= 1, "kv_len", "at least 1", kv_len)
+    _expect(num_cu > NAN_SPLITS, "num_cu", f"more than {NAN_SPLITS}", num_cu)
+    _expect(tile >= 16 and tile % 16 == 0, "tile", "a positive multiple of 16", tile)
+    total = batch * kv_len
+    whole = (-(-batch // num_cu) * kv_len - tile) * num_cu <= total
+    step = kv_len if whole else tile
+    # Cuts 8 tokens early give the last item 9 to 11 tokens instead of a tail of 1 to 3.
+    early = 8 if kv_len % 16 in (1, 2, 3) and not whole else 0
+
+    def boundary(cu: int) -> int:
+        b, offset = divmod(cu * total // num_cu, kv_len)
+        return b * kv_len + max(0, (offset + early) // step * step - early)
+
+    bounds = [*(boundary(cu) for cu in range(num_cu)), total]
+    items: list[list[tuple[int, int, int]]] = [[] for _ in range(batch)]  # of each sequence: (cu, start, end)
+    for cu, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        while start < end:
+            b = start // kv_len
+            stop = min(end, (b + 1) * kv_len)
+            items[b].append((cu, start, stop))
+            start = stop
+    items = [_avoid_bad_items(x, kv_len, num_cu, tile) for x in items]
+
+    by_cu: list[list[tuple[int, ...]]] = [[] for _ in range(num_cu)]
+    reduce_indptr = [0]
+    for b, sequence in enumerate(items):
+        split = len(sequence) > 1
+        for i, (cu, start, end) in enumerate(sequence):
+            row = reduce_indptr[-1] + i if split else -1
+            by_cu[cu].append((b, row, b, b + 1, start, end, (b + 1) * kv_len - end, 0))
+        reduce_indptr.append(reduce_indptr[-1] + (len(sequence) if split else 0))
+    return AiterSchedule(
+        work_indptr=tuple(accumulate(map(len, by_cu), initial=0)),
+        work_info=tuple(chain.from_iterable(by_cu)),
+        reduce_indptr=tuple(reduce_indptr),
+        reduce_final_map=tuple((b, b + 1) for b in range(batch)),
+        reduce_partial_map=tuple(range(reduce_indptr[-1])),
+    )
+
+
+def _avoid_bad_items(
+    sequence: list[tuple[int, int, int]], kv_len: int, num_cu: int, tile: int
+) -> list[tuple[int, int, int]]:
+    """The items (cu, start, end) of one sequence with the cuts that `build_schedule` describes."""
+
+    def cut(item: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        cu, start, end = item
+        offset = _first_cut(end - start, tile)
+        return [item] if offset is None else [(cu, start, start + offset), (cu, start + offset, end)]
+
+    if len(sequence) == 1:
+        return sequence if kv_len % 16 not in (1, 2, 3) else cut(sequence[0])
+    pieces = [piece for x in sequence for piece in ([x] if _good_item(x[2] - x[1], tile) else cut(x))]
+    if len(pieces) > num_cu:
+        pieces = sequence
+    if len(pieces) == NAN_SPLITS:
+        longest = max(range(NAN_SPLITS), key=lambda i: pieces[i][2] - pieces[i][1])
+        pieces = [*pieces[:longest], *cut(pieces[longest]), *pieces[longest + 1 :]]
+    return pieces
+
+
+def schedule_fault(
+    work_indptr: Sequence[int], work_info: Sequence[Sequence[int]], batch: int, kv_len: int
+) -> str | None:
+    """Why AITER's kernels must not be given these work lists, of `batch` sequences of `kv_len` tokens; None: they may.
+
+    An empty item ends its CU, so later items are skipped; what else is refused was reported to return NaN.
+    """
+    if work_indptr[0] != 0 or any(a > b for a, b in zip(work_indptr, work_indptr[1:], strict=False)):
+        return "work_indptr does not rise from 0"
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+    rows: list[list[int]] = [[] for _ in range(batch)]
+    for b, row, q_start, q_end, kv_start, kv_end, *_ in work_info[: work_indptr[-1]]:
+        if not (0 <= b < batch and (q_start, q_end) == (b, b + 1) and kv_start < kv_end):
+            return f"an item of sequence {b} has queries {q_start} to {q_end} and tokens {kv_start} to {kv_end}"
+        if (kv_end - kv_start) % 16 in (1, 2, 3):
+            return f"an item has {kv_end - kv_start} tokens, a tail under 4"
+        spans[b].append((kv_start, kv_end))
+        rows[b].append(row)
+    for b, span in enumerate(spans):
+        edges = [b * kv_len, *chain.from_iterable(sorted(span)), (b + 1) * kv_len]
+        if any(edges[i] != edges[i + 1] for i in range(0, len(edges), 2)):
+            return f"the items of sequence {b} do not cover each of its tokens once"
+        if len(span) == NAN_SPLITS:
+            return f"sequence {b} is split {NAN_SPLITS} times"
+        if min(rows[b]) >= 0 if len(span) == 1 else min(rows[b]) < 0:
+            return f"sequence {b} has {len(span)} items with the partial rows {rows[b]}"
+    return None
+
+
+def split_count(batch: int, kv_len: int, num_cu: int) -> int:
+    """Splits a sequence for the non-persistent kernel, which deals blocks of 64 tokens to its splits in turn.
+
+    The fewest that give the shortest longest split among those that fit the CUs, under the 16 reported to return NaN.
+    Worked example: 4 x 1024 has 16 blocks; with at most 15 splits one takes 2 blocks, and so do all of 8. So 8.
+    """
+    blocks = -(-kv_len // 64)
+    most = max(1, min(NAN_SPLITS - 1, num_cu // batch, blocks))
+    return -(-blocks // -(-blocks // most))
+
+
+class AiterUnfit(RuntimeError):
+    """The installed AITER, or the schedule it made, cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class AiterMode:
+    """How an arm calls AITER.
+
+    `entry`: "split_kv" is `mla_decode_fwd` without persistence; "fwd" the same with the library's work lists; "direct"
+    stage 1 and, when something is split, the reduce over buffers of ours; "own" the same over `build_schedule`.
+    `q`: "bf16"; "dynamic" is fp8 by AITER's per-tensor quantisation; "cast" is fp8 at scale 1.
+    """
+
+    entry: str
+    q: str
+    kv: str
+
+
+AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16")} | {
+    f"aiter_{entry}_{name}": AiterMode(entry, q, "fp8")
+    for entry in ("fwd", "direct", "own")
+    for name, q in (("a16w8", "bf16"), ("a8w8", "dynamic"), ("a8w8_cast", "cast"))
+}
+POOL_BYTES = 1 << 32  # the kernels' KV offsets are 32 bits wide
+LIBRARY_MIN_TOKENS = 196  # below it AITER's own rule divides by zero
+LIBRARY_MAX_SPLITS = 32
+
+_WORK = ("work_meta_data", "work_indptr", "work_info_set")
+_REDUCE = ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
+_STAGE1_NEEDED = {
+    "Q", "KV", "qo_indptr", "kv_indptr", "kv_page_indices", "kv_last_page_lens", "num_kv_splits_indptr", *_WORK[1:],
+    "max_seqlen_q", "softmax_scale", "splitData", "splitLse", "output", "q_scale", "kv_scale",
+}  # fmt: skip
+_DECODE_NEEDED = {
+    "q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q", "sm_scale",
+    "q_scale", "kv_scale",
+}  # fmt: skip
+# Layout -> what stands between the maps and the output: q_seq_len, then the number of splits (0: automatic).
+_REDUCE_LAYOUTS = {
+    ("partial_output", "partial_lse", *_REDUCE, *extra, "final_output", "final_lse"): tuple(extra.values())
+    for extra in ({}, {"max_seqlen_q": 1}, {"max_seqlen_q": 1, "num_kv_splits": 0})
+}
+_METADATA_HEADS = ("num_heads_per_head_k", "num_heads_k", "is_causal", "work_metadata_ptrs")
+# Both take the work items before work_indptr; the older one names the two the other way round.
+_METADATA_LAYOUTS = (
+    ("seqlens_qo_indptr", "seqlens_kv_indptr", *_METADATA_HEADS, "work_indptr", "work_info", *_REDUCE),
+    ("seqlens_qo_indptr", "seqlens_kv_indptr", "kv_last_page_lens", *_METADATA_HEADS, "work_info_set", "work_indptr",
+     *_REDUCE),
+)  # fmt: skip
+
+
+@cache
+def _aiter() -> ModuleType:
+    """AITER with its MLA and quantisation modules. Imported at the first use, for it takes seconds."""
+    try:
+        import aiter
+        import aiter.mla
+        import aiter.ops.quant
+    except ImportError as error:
+        raise AiterUnfit(f"AITER is not installed ({error})") from error
+    except Exception as error:
+        raise AiterUnfit(f"AITER does not import: {type(error).__name__}: {error}") from error
+    return aiter
+
+
+def _parameters(name: str, function: Callable) -> dict[str, bool]:
+    """Parameter names of an AITER function in order, and whether each is required.
+
+    The compiled ops hide their Python signature; what torch registered for them is their schema.
+    """
+    overloads = getattr(torch.ops.aiter, name, None)
+    if overloads is not None:
+        return {x.name: not x.has_default_value() for x in overloads.default._schema.arguments}
+    parameters = inspect.signature(function).parameters.values()
+    if any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters):
+        raise AiterUnfit(f"{name}: expected a torch schema or a full signature, got {inspect.signature(function)}")
+    return {x.name: x.default is x.empty for x in parameters}
+
+
+def _bind(name: str, function: Callable, needed: set[str], optional: set[str]) -> Callable[[dict], Any]:
+    """`function` as a function of a dict of all these values, which drops the optional ones it does not take."""
+    accepted = _parameters(name, function)
+    missing = sorted(needed - accepted.keys())
+    unknown = [x for x, required in accepted.items() if required and x not in needed | optional]
+    if missing or unknown:
+        raise AiterUnfit(f"{name}: unknown layout {tuple(accepted)}: lacks {missing}, requires {unknown}")
+    names = [x for x in accepted if x in needed | optional]
+    return lambda values: function(**{x: values[x] for x in names})
+
+
+def _bind_reduce() -> Callable[..., None]:
+    """The reduce as a function of (partial output, partial LSE, its three maps, output)."""
+    reduce = _aiter().mla_reduce_v1
+    layout = tuple(_parameters("mla_reduce_v1", reduce))
+    if layout not in _REDUCE_LAYOUTS:
+        raise AiterUnfit(f"mla_reduce_v1: expected one of {list(_REDUCE_LAYOUTS)}, got {layout}")
+    extra = _REDUCE_LAYOUTS[layout]
+    return lambda part, lse, maps, out: reduce(part, lse, *maps, *extra, out, None)
+
+
+def _bind_stage1() -> Callable[[dict], None]:
+    """Persistent stage 1; the addresses of the work lists have two names."""
+    stage1 = _aiter().mla_decode_stage1_asm_fwd
+    accepted = _parameters("mla_decode_stage1_asm_fwd", stage1)
+    addresses = "work_metadata" if "work_metadata" in accepted else "work_meta_data"
+    return _bind("mla_decode_stage1_asm_fwd", stage1, _STAGE1_NEEDED | {addresses}, {"page_size", "nhead_kv"})
+
+
+def _bind_decode_fwd(entry: str) -> Callable[[dict], Any]:
+    needed = _DECODE_NEEDED | ({*_WORK, *_REDUCE} if entry == "fwd" else {"num_kv_splits", "num_kv_splits_indptr"})
+    return _bind("mla_decode_fwd", _aiter().mla.mla_decode_fwd, needed, {"page_size", "nhead_kv"})
+
+
+@dataclass(frozen=True)
+class AiterIndices:
+    """Index tensors of equal sequences in consecutive pages of one token, int32."""
+
+    qo_indptr: torch.Tensor  # [b + 1]
+    kv_indptr: torch.Tensor  # [b + 1]
+    kv_indices: torch.Tensor  # [total_kv]
+    kv_last_page_lens: torch.Tensor  # [b]
+
+
+@dataclass(frozen=True)
+class AiterMetadata:
+    """Work lists on the device. `work` is (addresses of the other two, uint64 [2]; work_indptr; work_info_set)."""
+
+    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    reduce: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    split: bool
+
+
+_AITER_INDICES: dict[tuple, AiterIndices] = {}
+_AITER_METADATA: dict[tuple, AiterMetadata] = {}
+_AITER_PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+_AITER_CALLS: dict[tuple, Callable[[tuple], torch.Tensor]] = {}
+
+
+def _aiter_indices(problem: Problem) -> AiterIndices:
+    b, s_kv = problem.batch_size, problem.kv_seq_len
+    arange = partial(torch.arange, dtype=torch.int32, device=problem.device)
+    return _scratch(
+        _AITER_INDICES,
+        (problem.device, b, s_kv),
+        lambda: AiterIndices(arange(b + 1), arange(0, b * s_kv + 1, s_kv), arange(b * s_kv), arange(1, 2).repeat(b)),
+    )
+
+
+def _aiter_metadata(problem: Problem, mode: AiterMode, tile: int) -> AiterMetadata:
+    """Built and uploaded once per shape. Raises AiterUnfit when the library's own schedule is not safe."""
+    shape = (problem.device, problem.batch_size, problem.kv_seq_len)
+    if mode.entry == "own":
+        return _scratch(_AITER_METADATA, (*shape, tile), lambda: _own_metadata(problem, tile))
+    return _scratch(_AITER_METADATA, (*shape, mode.q == "bf16"), lambda: _library_metadata(problem, mode))
+
+
+def _own_tile(config: Config) -> int:
+    """What an arm's schedule is cut in: `block_n`, for fp8 Q rounded up to whole steps of its kernel."""
+    step = 16 if AITER_MODES[config.arm].q == "bf16" else A8W8_TILE
+    return -(-config.block_n // step) * step
+
+
+def _own_metadata(problem: Problem, tile: int) -> AiterMetadata:
+    schedule = build_schedule(problem.batch_size, problem.kv_seq_len, _target(problem.device).num_cu, tile)
+    upload = partial(torch.tensor, dtype=torch.int32, device=problem.device)
+    work_indptr, work_info = upload(schedule.work_indptr), upload(schedule.work_info)
+    addresses = torch.tensor([work_indptr.data_ptr(), work_info.data_ptr()], dtype=torch.int64, device=problem.device)
+    maps = (schedule.reduce_indptr, schedule.reduce_final_map, schedule.reduce_partial_map)
+    return AiterMetadata(
+        (addresses.view(torch.uint64), work_indptr, work_info),
+        tuple(upload(x) for x in maps),
+        bool(schedule.reduce_partial_map),
+    )
+
+
+def _library_metadata(problem: Problem, mode: AiterMode) -> AiterMetadata:
+    """AITER's schedule: the one per sequence where it has it, else its fast one. Reads it back to check it."""
+    aiter = _aiter()
+    make = aiter.get_mla_metadata_v1
+    accepted = _parameters("get_mla_metadata_v1", make)
+    layout = next((x for x in _METADATA_LAYOUTS if tuple(accepted)[: len(x)] == x), None)
+    if layout is None:
+        raise AiterUnfit(f"get_mla_metadata_v1: expected one of {list(_METADATA_LAYOUTS)}, got {tuple(accepted)}")
+    per_sequence = "intra_batch_mode" in accepted
+    if per_sequence and problem.kv_seq_len < LIBRARY_MIN_TOKENS:
+        raise AiterUnfit(f"AITER's schedule divides by zero under {LIBRARY_MIN_TOKENS} tokens a sequence")
+    q_dtype = torch.bfloat16 if mode.q == "bf16" else torch.float8_e4m3fn
+    info = _bind(
+        "get_mla_metadata_info_v1",
+        aiter.get_mla_metadata_info_v1,
+        {"batch_size", "max_seqlen_qo", "num_head_qo", "q_dtype", "kv_dtype", "is_sparse", "fast_mode"},
+        {"num_kv_splits", "intra_batch_mode"},
+    )
+    buffers = info({
+        "batch_size": problem.batch_size, "max_seqlen_qo": 1, "num_head_qo": H_Q, "q_dtype": q_dtype,
+        "kv_dtype": torch.float8_e4m3fn, "is_sparse": False, "fast_mode": not per_sequence,
+        "num_kv_splits": LIBRARY_MAX_SPLITS, "intra_batch_mode": per_sequence,
+    })  # fmt: skip
+    pointers, work_indptr, work_info, *maps = (
+        torch.empty(shape, dtype=dtype, device=problem.device) for shape, dtype in buffers
+    )
+    indices = _aiter_indices(problem)
+    lengths = (indices.kv_last_page_lens,) if "kv_last_page_lens" in layout else ()
+    options = {
+        "page_size": 1, "kv_granularity": 16, "max_seqlen_qo": 1, "uni_seqlen_qo": 1, "fast_mode": not per_sequence,
+        "max_split_per_batch": LIBRARY_MAX_SPLITS if per_sequence else -1, "intra_batch_mode": per_sequence,
+        "dtype_q": q_dtype, "dtype_kv": torch.float8_e4m3fn,
+    }  # fmt: skip
+    make(indices.qo_indptr, indices.kv_indptr, *lengths, H_Q, 1, False, pointers, work_info, work_indptr, *maps,
+         **{name: value for name, value in options.items() if name in accepted})  # fmt: skip
+    fault = schedule_fault(work_indptr.tolist(), work_info.tolist(), problem.batch_size, problem.kv_seq_len)
+    if fault:
+        raise AiterUnfit(f"AITER's own schedule is not safe: {fault}")
+    return AiterMetadata((pointers, work_indptr, work_info), tuple(maps), _any_split(maps[0].tolist()))
+
+
+def _any_split(reduce_indptr: list[int]) -> bool:
+    """Whether a sequence has two partial rows or more; the library counts one for each that is not split."""
+    return any(b - a > 1 for a, b in zip(reduce_indptr, reduce_indptr[1:], strict=False))
+
+
+def _aiter_partials(problem: Problem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 partial outputs [rows, 1, 16, 512] and natural-log sum-exps [rows, 1, 16, 1]."""
+    empty = partial(torch.empty, dtype=torch.float32, device=problem.device)
+    return _scratch(
+        _AITER_PARTIALS, (problem.device, rows), lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1))
+    )
+
+
+@cache
+def _cast_keeps_overflow(device: torch.device) -> bool:
+    """Whether a copy of bf16 into e4m3 turns what is too large into NaN here, where another device would clip it."""
+    large = torch.tensor([480.0, -480.0, 1e4, -1e4, float("inf")], dtype=torch.bfloat16, device=device)
+    return bool(torch.empty_like(large, dtype=torch.float8_e4m3fn).copy_(large).float().isnan().all())
+
+
+def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
+    """Q [total_q, 16, 576] in the form that the arm takes, and its scale, float32 [1] or None."""
+    if mode.q == "bf16":
+        return lambda q: (q, None)
+    device = problem.device
+    q8 = torch.empty(problem.total_q, H_Q, D_QK, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.ones(1, dtype=torch.float32, device=device)
+    if mode.q == "cast":
+        return lambda q: (q8.copy_(q), scale)
+    quantize = getattr(_aiter().ops.quant, "dynamic_per_tensor_quant", None)
+    if quantize is not None:
+
+        def by_op(q):
+            quantize(q8, q, scale)
+            return q8, scale
+
+        return by_op
+    by_wrapper = getattr(_aiter(), "per_tensor_quant_hip", None)
+    fallback = "torch" if by_wrapper is None else "per_tensor_quant_hip"
+    _say_once(f"AITER has no dynamic_per_tensor_quant; {fallback} quantises Q")
+    if by_wrapper is not None:
+        return lambda q: by_wrapper(q, quant_dtype=torch.float8_e4m3fn)
+    wide = torch.empty_like(q8, dtype=torch.float32)
+
+    def by_torch(q):
+        torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
+        # All zeros would divide 0 by 0.
+        scale.div_(torch.finfo(torch.float8_e4m3fn).max).clamp_(min=torch.finfo(torch.float32).tiny)
+        return q8.copy_(torch.div(q, scale, out=wide)), scale
+
+    return by_torch
+
+
+def _prepare_aiter(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
+    """The call of one arm for one shape, with everything it needs but its inputs bound and allocated."""
+    mode = AITER_MODES[config.arm]
+    indices = _aiter_indices(problem)
+    out = _output(problem)
+    # Every name that a version of the two entries has for these; `_bind` drops the others.
+    values = vars(indices) | {
+        "kv_page_indices": indices.kv_indices, "max_seqlen_q": 1, "page_size": 1, "nhead_kv": 1, "o": out,
+        "output": out, "sm_scale": problem.sm_scale, "softmax_scale": problem.sm_scale, "num_kv_splits_indptr": None,
+    }  # fmt: skip
+    reduce = None
+    if mode.entry == "split_kv":
+        call = _bind_decode_fwd(mode.entry)
+        splits = split_count(problem.batch_size, problem.kv_seq_len, _target(problem.device).num_cu)
+        values |= {"num_kv_splits": splits, "num_kv_splits_indptr": splits * indices.qo_indptr}
+    else:
+        metadata = _aiter_metadata(problem, mode, _own_tile(config))
+        values |= dict(zip(_WORK + _REDUCE, metadata.work + metadata.reduce, strict=True))
+        values["work_metadata"] = values["work_meta_data"]
+        if mode.entry == "fwd":
+            call = _bind_decode_fwd(mode.entry)
+        else:
+            call = _bind_stage1()
+            part, lse = _aiter_partials(problem, max(1, metadata.reduce[2].numel()))
+            values |= {"splitData": part, "splitLse": lse}
+            if metadata.split:
+                reduce = partial(_bind_reduce(), part, lse, metadata.reduce, out)
+    quantize = _quantizer(problem, mode)
+
+    def run(data: tuple) -> torch.Tensor:
+        q, kv_data, *_ = data
+        kv, kv_scale = kv_data["fp8"] if mode.kv == "fp8" else (kv_data["bf16"], None)
+        q, q_scale = quantize(q)
+        kv = kv.view(-1, 1, 1, D_QK)
+        call(values | {"q": q, "Q": q, "kv_buffer": kv, "KV": kv, "q_scale": q_scale, "kv_scale": kv_scale})
+        if reduce is not None:
+            reduce()
+        return out
+
+    return run
+
+
+def _run_aiter(data: tuple, plan: Plan) -> torch.Tensor:
+    """Stage 1 and, where something is split, a reduce; before them one quantisation of Q where the arm takes fp8.
+
+    The library's `mla_decode_fwd` always reduces and allocates its own partial buffers; the other entries allocate
+    nothing after the first call of a shape.
+    """
+    problem, config = plan.problem, plan.config
+    call = _scratch(_AITER_CALLS, (problem, config), lambda: _prepare_aiter(problem, config))
+    return call(data)
+
+
+def _no_aiter(problem: Problem, name: str) -> str | None:
+    """Why an AITER arm cannot serve a problem.
+
+    Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
+    without reading the device: no sequence is longer than kv_seq_len, so total_kv == batch_size * kv_seq_len exactly
+    when all are equal. Other batches are left to the Triton arms, which read kv_indptr on the device.
+
+    Not seen from the host, and so the caller's duty: token 0 of the cache must be finite, because the kernels read it
+    for the missing tokens of an item's last tile.
+    """
+    mode = AITER_MODES[name]
+    if _target(problem.device).name != "gfx950":
+        return f"its kernels are for gfx950, not for {_target(problem.device).name}"
+    if problem.q_seq_len != 1:
+        return f"it takes one query a sequence, not {problem.q_seq_len}"
+    if not problem.uniform:
+        return "its schedule holds for sequences of one length, not for a ragged batch"
+    if not (problem.contiguous and problem.aligned):
+        return "it takes a contiguous Q and cache at multiples of 16 bytes"
+    if problem.kv_seq_len < 4:
+        return f"tails under 4 tokens were reported to return NaN, and there are {problem.kv_seq_len} a sequence"
+    pool_bytes = problem.batch_size * problem.kv_seq_len * D_QK * (1 if mode.kv == "fp8" else 2)
+    if pool_bytes >= POOL_BYTES:
+        return f"its KV offsets end at {POOL_BYTES} bytes, and the cache has {pool_bytes}"
+    try:
+        fp8 = _aiter().dtypes.fp8
+        if fp8 is not torch.float8_e4m3fn:
+            return f"its fp8 is {fp8}, not torch.float8_e4m3fn"
+        if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
+            return "a cast to fp8 clips here, so a query above 448 would be wrong without a sign"
+        if mode.entry in ("fwd", "direct"):
+            _aiter_metadata(problem, mode, tile=0)
+        if mode.entry in ("fwd", "split_kv"):
+            _bind_decode_fwd(mode.entry)
+        else:
+            _bind_stage1()
+            _bind_reduce()
+    except AiterUnfit as reason:
+        return str(reason)
+    return None
+
+
+# P is rounded to e4m3 in the fp8 kernel, and so is Q before it.
+A8W8_ERROR = 5e-2
+
+ARMS |= {
+    name: Arm(
+        mode.kv, partial(_no_aiter, name=name), _run_aiter, EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR
+    )
+    for name, mode in AITER_MODES.items()
+}
+
+
 @cache
 def _target(device: torch.device) -> Target:
     if device.type != "cuda":
@@ -1029,6 +1585,7 @@ def problem_of(data: tuple) -> Problem:
         uniform=total_kv == config["batch_size"] * config["kv_seq_len"],
         empty=total_kv == 0,
         aligned=_aligned(q, kv_data["fp8"][0]),
+        contiguous=all(x.is_contiguous() for x in (q, kv_data["bf16"], kv_data["fp8"][0])),
     )
 
 
@@ -1044,7 +1601,9 @@ def bind(problem: Problem, config: Config) -> Plan:
 
 
 def _describe(config: Config) -> str:
-    """The fields that differ from their defaults."""
+    """The fields that differ from their defaults; for AITER what its work is cut in, or that the library cuts it."""
+    if config.arm in AITER_MODES:
+        return f"tile={_own_tile(config)}" if AITER_MODES[config.arm].entry == "own" else "library"
     values = ((f.name, getattr(config, f.name), f.default) for f in fields(config) if f.name != "arm")
     return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 

@@ -1,0 +1,513 @@
+"""The AITER arms over the CPU model of AITER: results, the ops of a steady-state call, versions, refusals."""
+
+import contextlib
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import reference
+import submission
+from submission import AITER_MODES, ARMS, Problem, Target
+from task import BENCHMARKS
+from tests.aiter_model import SCHEMAS, AiterModel, Misuse, Watch, plan_for, standing_in
+from tests.inputs import ragged_input
+
+STAGE1, REDUCE, QUANT = "mla_decode_stage1_asm_fwd", "mla_reduce_v1", "dynamic_per_tensor_quant"
+NUM_CU = 64
+
+
+@pytest.fixture
+def aiter():
+    """`aiter(version=..., ...)` makes and installs a model."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(standing_in(AiterModel(**{"num_cu": NUM_CU} | options)))
+
+
+@pytest.fixture
+def keep_overflow(monkeypatch):
+    """Lets the cast arms run where torch's own cast clips."""
+    monkeypatch.setattr(submission, "_cast_keeps_overflow", lambda device: True)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return reference.generate_input(3, 1, 520, seed=7)
+
+
+@pytest.fixture(scope="module")
+def long():
+    return reference.generate_input(3, 1, 1536, seed=7)
+
+
+def hollow(batch: int, kv_len: int) -> tuple:
+    """Inputs of any size whose pages are never touched."""
+    total = batch * kv_len
+    kv_data = {
+        "bf16": torch.empty(total, 1, 576, dtype=torch.bfloat16),
+        "fp8": (torch.empty(total, 1, 576, dtype=torch.float8_e4m3fn), torch.ones(1)),
+    }
+    config = {"batch_size": batch, "q_seq_len": 1, "kv_seq_len": kv_len, "sm_scale": 576**-0.5}
+    q = torch.zeros(batch, 16, 576, dtype=torch.bfloat16)
+    indptr = torch.arange(batch + 1, dtype=torch.int32)
+    return q, kv_data, indptr, indptr * kv_len, config
+
+
+def problem(**changes) -> Problem:
+    given = {"device": torch.device("cpu"), "batch_size": 4, "q_seq_len": 1, "kv_seq_len": 1024, "sm_scale": 576**-0.5,
+             "uniform": True, "empty": False, "aligned": True, "contiguous": True}  # fmt: skip
+    return Problem(**given | changes)
+
+
+# ---- results ----
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+@pytest.mark.parametrize("arm", AITER_MODES)
+def test_arm_is_exact(aiter, keep_overflow, small, version, arm):
+    aiter(version=version)
+    plan = plan_for(small, arm)
+    out = plan.run(small, plan).clone()
+    report = reference.strict_check(small, out, ARMS[arm].kv)
+    assert report.passed, report
+    assert torch.equal(plan.run(small, plan), out)
+
+
+@pytest.mark.parametrize("kv_len, tile", [(16, 16), (17, 16), (100, 32), (1025, 128), (4, 64)])
+def test_own_schedule_on_short_and_awkward_lengths(aiter, kv_len, tile):
+    aiter()
+    data = reference.generate_input(5, 1, kv_len, seed=kv_len)
+    plan = plan_for(data, "aiter_own_a16w8", tile)
+    assert reference.strict_check(data, plan.run(data, plan), "fp8").passed
+
+
+def test_forced_arm_runs_through_custom_kernel(aiter, monkeypatch, small):
+    model = aiter()
+    monkeypatch.setenv("MLA_BACKEND", "aiter_own_a16w8")
+    out = submission.custom_kernel(small)
+    assert reference.strict_check(small, out, "fp8").passed
+    assert submission.last_run() == submission.Selection("aiter_own_a16w8", "fp8", "tile=64")
+    model.calls.clear()
+    submission.custom_kernel(small)
+    assert model.ops() == [STAGE1, REDUCE]
+
+
+@pytest.mark.parametrize(
+    "arm, block_n, tile",
+    [("aiter_own_a16w8", 20, 32), ("aiter_own_a8w8", 64, 128), ("aiter_own_a8w8_cast", 256, 256)],
+)
+def test_own_tile_is_whole_steps_of_the_kernel(arm, block_n, tile):
+    assert submission._own_tile(submission.Config(arm, block_n=block_n)) == tile
+
+
+def test_dispatch_times_the_arms_and_keeps_one_of_aiters(aiter, keep_overflow, monkeypatch, capsys):
+    """With a planted arm that does what the kernels do to pages of two tokens: it reads one of each."""
+
+    def page_of_two(data, plan):
+        q, kv_data, *rest = data
+        fp8, scale = kv_data["fp8"]
+        halved = kv_data | {"fp8": (fp8[::2].repeat_interleave(2, 0).contiguous(), scale)}
+        inner = plan_for(data, "aiter_own_a16w8")
+        return inner.run((q, halved, *rest), inner)
+
+    aiter()
+    monkeypatch.setitem(ARMS, "page_of_two", replace(ARMS["aiter_own_a16w8"], run=page_of_two))
+    configs = (submission.Config("page_of_two", splits=1), *submission._AITER)
+    monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, configs),))
+    data = reference.generate_input(2, 1, 260, seed=9)
+    out = submission.custom_kernel(data)
+    assert submission.last_run().arm.startswith("aiter_")
+    assert reference.strict_check(data, out, "fp8").passed
+    assert re.search(r"dropped page_of_two .*: error \S+ is above", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("batch, kv_len, arm", [(4, 1024, "aiter_own_a16w8"), (3, 520, "aiter_own_a16w8")])
+def test_table_takes_an_aiter_arm_first(aiter, monkeypatch, batch, kv_len, arm):
+    aiter()
+    monkeypatch.setenv("MLA_TUNE", "0")
+    submission.custom_kernel(reference.generate_input(batch, 1, kv_len, seed=1))
+    assert submission.last_run().arm == arm
+
+
+@pytest.mark.parametrize("case", BENCHMARKS)
+def test_table_lists_both_kernels_for_each_official_shape(case):
+    configs = submission.select_config(case["batchsize"], case["kvseqlen"], Target("gfx950", 256))
+    modes = [AITER_MODES[config.arm] for config in configs if config.arm in AITER_MODES]
+    assert {mode.q == "bf16" for mode in modes} == {True, False}
+
+
+@pytest.mark.parametrize("version", ["pin", "head"])
+def test_reference_takes_the_librarys_persistent_path(aiter, small, version):
+    model = aiter(version=version)
+    q8, q_scale = reference.quantize_fp8(small[0])
+    out = reference._aiter_decode(q8, q_scale, small)
+    assert model.ops() == ["get_mla_metadata_v1", STAGE1, REDUCE]
+    assert reference.strict_check(small, out, "fp8").passed
+
+
+# ---- the steady-state call ----
+
+
+def expected_ops(arm: str, batch: int) -> list[str]:
+    mode = AITER_MODES[arm]
+    quantise = [QUANT] if mode.q == "dynamic" else []
+    if mode.entry == "split_kv":
+        return [STAGE1, "stage2"]
+    # The library always reduces; we only where a sequence is split.
+    return [*quantise, STAGE1, *([REDUCE] if mode.entry == "fwd" or batch < 256 else [])]
+
+
+@pytest.mark.parametrize("case", BENCHMARKS, ids=lambda case: f"{case['batchsize']}x{case['kvseqlen']}")
+def test_steady_state_call(aiter, keep_overflow, case):
+    model = aiter(num_cu=256, arithmetic=False)
+    batch = case["batchsize"]
+    data = hollow(batch, case["kvseqlen"])
+    for arm, mode in AITER_MODES.items():
+        plan = plan_for(data, arm)
+        out = plan.run(data, plan)
+        model.calls.clear()
+        with Watch() as watch:
+            assert plan.run(data, plan).data_ptr() == out.data_ptr()
+        first, model.calls = model.calls, []
+        assert plan.run(data, plan).data_ptr() == out.data_ptr()
+
+        assert [call.op for call in first] == expected_ops(arm, batch), arm
+        assert watch.synchronised == [], arm
+        assert [x for x in watch.allocated if x[0] == "submission.py"] == [], arm
+        if mode.entry in ("direct", "own"):
+            assert watch.allocated == [], arm
+            assert [call.pointers() for call in model.calls] == [call.pointers() for call in first]
+        # The direct cast is one copy of ours; nothing else of ours writes.
+        assert watch.written == ([("submission.py", "aten.copy_.default")] if mode.q == "cast" else []), arm
+        stage1 = next(call.values for call in first if call.op == STAGE1)
+        fp8_q = mode.q != "bf16"
+        assert stage1["Q"].dtype == (torch.float8_e4m3fn if fp8_q else torch.bfloat16)
+        assert stage1["KV"].data_ptr() == (data[1]["fp8"][0] if mode.kv == "fp8" else data[1]["bf16"]).data_ptr()
+        assert tuple(stage1["KV"].shape) == (batch * case["kvseqlen"], 1, 1, 576)
+        assert stage1["page_size"] == 1
+        assert (stage1["q_scale"] is not None) == fp8_q
+        assert (stage1["kv_scale"] is not None) == (mode.kv == "fp8")
+        assert stage1["output"].data_ptr() == out.data_ptr()
+
+
+def test_watch_sees_allocations_and_synchronisation(aiter, small):
+    """The recorder of the test above can fail."""
+    aiter()
+    plan = plan_for(small, "aiter_own_a16w8")
+    plan.run(small, plan)
+    with Watch() as watch:
+        plan.run(small, plan)
+        torch.zeros(3)
+        small[3].tolist()
+        bool(small[1]["fp8"][1] > 0)
+    assert [op for _, op in watch.allocated] == ["aten.zeros.default", "aten.gt.Scalar"]
+    assert watch.synchronised == ["tolist", "__bool__"]
+
+
+def test_shapes_share_no_output(aiter):
+    aiter(num_cu=256, arithmetic=False)
+    one, other = hollow(4, 1024), hollow(4, 8192)
+    outputs = []
+    for data in (one, other, one):
+        plan = plan_for(data, "aiter_own_a16w8")
+        outputs.append(plan.run(data, plan).data_ptr())
+    assert outputs[0] == outputs[2] != outputs[1]
+
+
+def test_new_inputs_of_a_shape_are_read(aiter, small):
+    aiter()
+    plan = plan_for(small, "aiter_own_a8w8")
+    plan.run(small, plan)
+    other = reference.generate_input(3, 1, 520, seed=8)
+    assert reference.strict_check(other, plan.run(other, plan), "fp8").passed
+
+
+# ---- versions ----
+
+@pytest.mark.parametrize("op", [STAGE1, REDUCE, "get_mla_metadata_v1"])
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_unknown_layout_is_refused_by_name(aiter, version, op):
+    schema = SCHEMAS[version][op]
+    first, rest = schema.split(", ", 1)
+    unknown = f"{first}, int brand_new, {rest}"
+    aiter(version=version, schemas={op: unknown})
+    reason = ARMS["aiter_direct_a16w8"].why_not(problem())
+    assert reason.startswith(f"{op}: ") and "brand_new" in reason
+
+
+@pytest.mark.parametrize("op, dropped", [(STAGE1, "Tensor? kv_scale=None"), (REDUCE, "Tensor reduce_partial_map, ")])
+def test_layout_without_an_argument_we_need_is_refused(aiter, op, dropped):
+    aiter(schemas={op: SCHEMAS["pin"][op].replace(dropped, "").rstrip(", ")})
+    assert ARMS["aiter_direct_a16w8"].why_not(problem()).startswith(f"{op}: ")
+
+
+def test_new_optional_argument_is_left_alone(aiter, small):
+    aiter(schemas={STAGE1: SCHEMAS["pin"][STAGE1] + ", int brand_new=0"})
+    plan = plan_for(small, "aiter_own_a16w8")
+    assert reference.strict_check(small, plan.run(small, plan), "fp8").passed
+
+
+def test_decode_fwd_without_a_keyword_is_refused(aiter):
+    model = aiter()
+    model.module.mla.mla_decode_fwd = lambda q, kv_buffer, o, qo_indptr: None
+    assert ARMS["aiter_fwd_a16w8"].why_not(problem()).startswith("mla_decode_fwd: unknown layout")
+
+
+def test_op_without_schema_and_signature_is_refused(aiter):
+    model = aiter(schemas={REDUCE: None})
+    model.module.mla_reduce_v1 = lambda *args, **kwargs: None
+    assert "mla_reduce_v1: expected a torch schema" in ARMS["aiter_own_a16w8"].why_not(problem())
+
+
+@pytest.mark.parametrize("wrapper", [True, False])
+def test_quantisation_without_the_op(aiter, capsys, small, wrapper):
+    model = aiter(schemas={QUANT: None})
+    if not wrapper:
+        del model.module.per_tensor_quant_hip
+    plan = plan_for(small, "aiter_own_a8w8")
+    out = plan.run(small, plan)
+    with Watch() as watch:
+        plan.run(small, plan)
+    assert reference.strict_check(small, out, "fp8").passed
+    assert capsys.readouterr().err.count("AITER has no dynamic_per_tensor_quant") == 1
+    assert ("per_tensor_quant_hip" in model.ops()) == wrapper
+    if not wrapper:
+        assert watch.allocated == [] and watch.synchronised == []
+
+
+def test_torch_quantisation_of_zeros(aiter, small):
+    model = aiter(schemas={QUANT: None})
+    del model.module.per_tensor_quant_hip
+    data = (torch.zeros_like(small[0]), *small[1:])
+    plan = plan_for(data, "aiter_own_a8w8")
+    assert plan.run(data, plan).isfinite().all()
+
+
+def test_without_aiter():
+    submission._aiter.cache_clear()
+    with pytest.raises(submission.AiterUnfit, match="AITER is not installed"):
+        submission._aiter()
+
+
+def test_other_fp8_is_refused(aiter):
+    aiter(fp8=torch.float8_e4m3fnuz)
+    assert "its fp8 is torch.float8_e4m3fnuz" in ARMS["aiter_own_a16w8"].why_not(problem())
+
+
+# ---- refusals ----
+
+UNFIT = {
+    "ragged": ({"uniform": False}, "ragged"),
+    "two queries": ({"q_seq_len": 2}, "one query a sequence"),
+    "three tokens": ({"kv_seq_len": 3}, "under 4 tokens"),
+    "no tokens": ({"kv_seq_len": 0, "empty": True}, "under 4 tokens"),
+    "strided": ({"contiguous": False}, "contiguous"),
+    "misaligned": ({"aligned": False}, "multiples of 16 bytes"),
+    "4 GiB": ({"batch_size": 911, "kv_seq_len": 8192}, "4294967296 bytes"),
+}
+
+
+@pytest.mark.parametrize("arm", AITER_MODES)
+@pytest.mark.parametrize("name", UNFIT)
+def test_problem_is_refused(aiter, keep_overflow, arm, name):
+    model = aiter()
+    changes, message = UNFIT[name]
+    assert message in ARMS[arm].why_not(problem(**changes))
+    assert model.calls == []
+
+
+def test_largest_pool_is_taken(aiter):
+    aiter(num_cu=256, arithmetic=False)
+    assert ARMS["aiter_own_a16w8"].why_not(problem(batch_size=910, kv_seq_len=8192)) is None
+
+
+def test_other_device_is_refused(monkeypatch):
+    monkeypatch.setattr(submission, "_target", lambda device: Target("sm90", 132))
+    assert "not for sm90" in ARMS["aiter_own_a16w8"].why_not(problem())
+
+
+def test_ragged_batch_goes_to_triton(aiter, monkeypatch):
+    """No sequence is longer than kv_seq_len, so one that is shorter shows in the total."""
+    aiter()
+
+    def decode(data, plan):
+        return submission._attend_float32(data, "fp8").bfloat16()
+
+    monkeypatch.setitem(ARMS, "triton_fp8", replace(ARMS["triton_fp8"], why_not=lambda given: None, run=decode))
+    monkeypatch.setenv("MLA_TUNE", "0")
+    for lengths, arm in (([260, 260], "aiter_own_a16w8"), ([260, 259], "triton_fp8")):
+        data = ragged_input(lengths)
+        out = submission.custom_kernel(data)
+        assert submission.last_run().arm == arm
+        assert reference.strict_check(data, out, "fp8").passed
+
+
+LIBRARY_UNFIT = [(195, "divides by zero"), (1025, "tail under 4"), (3200, "split 16 times")]
+
+
+@pytest.mark.parametrize("kv_len, message", LIBRARY_UNFIT)
+def test_librarys_schedule_is_refused_where_it_is_unsafe(aiter, kv_len, message):
+    aiter(num_cu=256, arithmetic=False)
+    given = problem(batch_size=16, kv_seq_len=kv_len)
+    for arm in ("aiter_fwd_a16w8", "aiter_direct_a16w8"):
+        assert message in ARMS[arm].why_not(given)
+    assert ARMS["aiter_own_a16w8"].why_not(given) is None
+
+
+def test_split_kv_never_uses_16_splits(aiter):
+    """4 x 1024 is where the library's own table says 16."""
+    model = aiter(num_cu=256, arithmetic=False)
+    data = hollow(4, 1024)
+    plan = plan_for(data, "aiter_bf16")
+    plan.run(data, plan)
+    assert model.calls[0].values["splitData"].shape[1] == 8
+
+
+# ---- the direct cast ----
+
+
+def test_cast_is_allowed_only_where_it_keeps_overflow(aiter, small):
+    """What torch does here decides, read off the cast itself."""
+    aiter()
+    submission._cast_keeps_overflow.cache_clear()
+    clips = torch.tensor([1e4], dtype=torch.bfloat16).to(torch.float8_e4m3fn).float().isfinite().item()
+    reason = ARMS["aiter_own_a8w8_cast"].why_not(submission.problem_of(small))
+    assert ("clips here" in reason) if clips else (reason is None)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_probe_tells_a_clipping_cast(monkeypatch, clip):
+    def copy(self, source):
+        source = source.float()
+        bits = source.clamp(-448, 448).to(torch.float8_e4m3fn)
+        if not clip:
+            bits = torch.where(source.abs() > 464, torch.tensor(0x7F, dtype=torch.uint8), bits.view(torch.uint8))
+        self.view(torch.uint8)[:] = bits.view(torch.uint8)
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    submission._cast_keeps_overflow.cache_clear()
+    assert submission._cast_keeps_overflow(torch.device("cpu")) is not clip
+    submission._cast_keeps_overflow.cache_clear()
+
+
+# ---- the caller's duty ----
+
+
+@pytest.mark.parametrize("kv_len, poisoned", [(520, True), (256, False)])
+def test_token_0_that_is_not_finite_poisons_other_sequences_through_tails(aiter, kv_len, poisoned):
+    """What `_no_aiter` documents: not visible from the host."""
+    aiter()
+    data = reference.generate_input(3, 1, kv_len, seed=7)
+    data[1]["fp8"][0].view(torch.uint8)[0] = 0x7F
+    plan = plan_for(data, "aiter_own_a16w8")
+    out = plan.run(data, plan)
+    assert out[0].isnan().any() and out[2].isnan().any() == poisoned
+
+
+# ---- the model refuses what the real ops misread ----
+
+
+def _good_call(model: AiterModel, data: tuple, arm: str) -> dict:
+    plan = plan_for(data, arm)
+    plan.run(data, plan)
+    return dict(next(call.values for call in model.calls if call.op == STAGE1))
+
+
+def _items(values: dict, edit) -> dict:
+    items = values["work_info_set"].clone()
+    edit(items)
+    addresses = torch.tensor([values["work_indptr"].data_ptr(), items.data_ptr()]).view(torch.uint64)
+    return values | {"work_info_set": items, "work_meta_data": addresses}
+
+
+def _set(row, column, value):
+    def edit(items):
+        items[row, column] = value
+
+    return edit
+
+
+def _swap_items(items):
+    items[[0, 1]] = items[[1, 0]]
+
+
+MISUSES = {
+    "page_size 2": (lambda v: v | {"page_size": 2}, "page_size"),
+    "KV of two-token pages": (lambda v: v | {"KV": v["KV"].view(-1, 2, 1, 576)}, "page_size"),
+    "3-D KV": (lambda v: v | {"KV": v["KV"].view(-1, 1, 576)}, "KV: 4-D"),
+    "strided Q": (lambda v: v | {"Q": v["Q"].transpose(0, 1).contiguous().transpose(0, 1)}, "Q: 3-D, contiguous"),
+    "no q_scale": (lambda v: v | {"q_scale": None}, "q_scale"),
+    "no kv_scale": (lambda v: v | {"kv_scale": None}, "kv_scale"),
+    "float64 scale": (lambda v: v | {"kv_scale": v["kv_scale"].double()}, "kv_scale: float32"),
+    "bf16 Q over bf16 output buffer of another size": (lambda v: v | {"output": v["output"][:1]}, "output"),
+    "float32 output": (lambda v: v | {"output": v["output"].float()}, "output: written as contiguous bf16"),
+    "bf16 partials": (lambda v: v | {"splitData": v["splitData"].bfloat16()}, "splitData, splitLse: float32"),
+    "few partials": (lambda v: v | {"splitData": v["splitData"][:2], "splitLse": v["splitLse"][:2]}, "partial row"),
+    "swapped work lists": (
+        lambda v: v | {"work_indptr": v["work_info_set"], "work_info_set": v["work_indptr"]},
+        "swapped",
+    ),
+    "swapped addresses": (lambda v: v | {"work_meta_data": v["work_meta_data"][[1, 0]]}, "addresses"),
+    "int64 indices": (lambda v: v | {"kv_page_indices": v["kv_page_indices"].long()}, "kv_page_indices: int32"),
+    "page outside": (lambda v: v | {"kv_page_indices": v["kv_page_indices"] + 8}, "outside the pool"),
+    "gap": (lambda v: _items(v, _set(0, 4, 16)), "a gap or an overlap"),
+    "overlap": (lambda v: _items(v, _set(2, 4, 144)), "a gap or an overlap"),
+    "left out": (lambda v: _items(v, _set(-1, 0, 0)), "said to follow|queries"),
+    "empty item": (lambda v: _items(v, _set(0, 5, 0)), "without tokens"),
+    "tail of one": (lambda v: _items(v, _set(0, 4, 15)), "tail under 4"),
+    "items out of order": (lambda v: _items(v, _swap_items), "out of order"),
+    "row twice": (lambda v: _items(v, _set(1, 1, 0)), "written twice"),
+    "wrong rest": (lambda v: _items(v, _set(0, 6, 5)), "said to follow"),
+    "wrong query": (lambda v: _items(v, _set(0, 2, 1)), "queries"),
+    "pool of 4 GiB": (
+        lambda v: v | {"KV": torch.empty(7_456_541, 1, 1, 576, dtype=torch.float8_e4m3fn)},
+        "over 4 GiB",
+    ),
+    "bf16 cache under fp8 Q": (lambda v: v | {"KV": v["KV"].bfloat16()}, "no kernel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_model_refuses(aiter, long, name):
+    # 271 tokens a CU: some have two items, of one tile each.
+    model = aiter(num_cu=17)
+    values = _good_call(model, long, "aiter_own_a8w8")
+    call = torch.ops.aiter.mla_decode_stage1_asm_fwd
+    call(**values)
+    spoil, message = MISUSES[name]
+    with pytest.raises(Misuse, match=message):
+        call(**spoil(values))
+
+
+METADATA_MISUSES = {
+    "no dtypes": ({"dtype_q": None}, "dtype_q, dtype_kv"),
+    "page_size 2": ({"page_size": 2}, "page_size"),
+    "short": ({"seqlens_kv_indptr": torch.arange(4, dtype=torch.int32) * 195}, "divides by zero"),
+    "not from 0": ({"seqlens_kv_indptr": torch.arange(1, 5, dtype=torch.int32) * 520}, "begin with 0"),
+}
+
+
+@pytest.mark.parametrize("name", METADATA_MISUSES)
+def test_model_refuses_metadata(aiter, small, name):
+    model = aiter()
+    plan_for(small, "aiter_direct_a16w8")
+    values = model.calls[0].values
+    changes, message = METADATA_MISUSES[name]
+    with pytest.raises(Misuse, match=message):
+        torch.ops.aiter.get_mla_metadata_v1(**values | changes)
+    swapped = {"work_indptr": values["work_info_set"], "work_info_set": values["work_indptr"]}
+    with pytest.raises(Misuse, match="is it work_indptr"):
+        torch.ops.aiter.get_mla_metadata_v1(**values | swapped)
+
+
+def test_model_refuses_more_splits_than_the_reduce_reads(aiter, small):
+    model = aiter()
+    plan = plan_for(small, "aiter_own_a16w8")
+    plan.run(small, plan)
+    values = model.calls[-1].values
+    rows = values["reduce_partial_map"].numel()
+    model.num_cu = 16
+    with pytest.raises(Misuse, match="splits, and only 16 are read"):
+        torch.ops.aiter.mla_reduce_v1(**values | {"reduce_indptr": torch.tensor([0, 0, 0, rows], dtype=torch.int32)})

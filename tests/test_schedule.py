@@ -1,0 +1,221 @@
+"""Properties of `build_schedule`, checked by an independent reading of the work lists, and AITER's own schedules."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bench.schedules import fast_schedule, intra_batch_schedule, main, summary, tokens_per_cu
+from submission import AiterSchedule, build_schedule, schedule_fault, split_count
+from task import BENCHMARKS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "aiter.md"
+SHAPES = [(case["batchsize"], case["kvseqlen"]) for case in BENCHMARKS]
+# Busy CUs and most tokens on one CU of the library's two rules, as its executed metadata ops gave them.
+LIBRARY = {
+    (4, 1024): ((20, 208), (128, 32)),
+    (4, 8192): ((128, 256), (228, 144)),
+    (32, 1024): ((160, 208), (224, 160)),
+    (32, 8192): ((256, 1024), (256, 1056)),
+    (64, 1024): ((256, 256), (256, 320)),
+    (64, 8192): ((256, 2048), (256, 2112)),
+    (256, 1024): ((256, 1024), (256, 1024)),
+    (256, 8192): ((256, 8192), (256, 8192)),
+}
+
+
+def items_of_sequences(schedule: AiterSchedule, batch: int) -> list[list[tuple[int, ...]]]:
+    sequences = [[] for _ in range(batch)]
+    for item in schedule.work_info:
+        sequences[item[0]].append(item)
+    return [sorted(x, key=lambda item: item[4]) for x in sequences]
+
+
+def check_coverage(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int) -> None:
+    """Every token in exactly one item, and the pointers and maps of all lists consistent."""
+    assert len(schedule.work_indptr) == num_cu + 1
+    assert schedule.work_indptr[0] == 0 and schedule.work_indptr[-1] == len(schedule.work_info)
+    assert list(schedule.work_indptr) == sorted(schedule.work_indptr)
+    assert schedule.reduce_indptr[0] == 0 and schedule.reduce_indptr[-1] == len(schedule.reduce_partial_map)
+    assert len(schedule.reduce_indptr) == batch + 1
+    assert schedule.reduce_final_map == tuple((b, b + 1) for b in range(batch))
+    for b, items in enumerate(items_of_sequences(schedule, batch)):
+        position = b * kv_len
+        for _, _, q_start, q_end, start, end, rest, pad in items:
+            assert (q_start, q_end, pad) == (b, b + 1, 0)
+            assert start == position and end > start and rest == (b + 1) * kv_len - end
+            position = end
+        assert position == (b + 1) * kv_len
+        rows = schedule.reduce_partial_map[schedule.reduce_indptr[b] : schedule.reduce_indptr[b + 1]]
+        if len(items) == 1:
+            assert items[0][1] == -1 and not rows
+        else:
+            assert [item[1] for item in items] == list(rows)
+    assert len(set(schedule.reduce_partial_map)) == len(schedule.reduce_partial_map)
+
+
+def check_items(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int, tile: int) -> None:
+    """Balance, order on a CU, and the items that the kernels were reported or seen to get wrong."""
+    mean = batch * kv_len / num_cu
+    tokens = tokens_per_cu(schedule)
+    sequences = items_of_sequences(schedule, batch)
+    assert max(tokens) <= mean + tile
+    if not all(len({cu_of(schedule, item) for item in items}) == 1 for items in sequences):
+        assert min(tokens) > mean - tile
+    for a, b in zip(schedule.work_indptr, schedule.work_indptr[1:], strict=False):
+        order = [(item[0], item[4]) for item in schedule.work_info[a:b]]
+        assert order == sorted(order)
+    for items in sequences:
+        assert len(items) != 16
+        assert len(items) <= num_cu
+        lengths = [item[5] - item[4] for item in items]
+        if kv_len >= 4:
+            assert all(length % 16 not in (1, 2, 3) for length in lengths)
+        # Doubling the items must fit the reduce: that is where it can.
+        if tile % 128 == 0 and 1 < len(items) <= num_cu // 2:
+            assert all(length < 128 or length // 128 % 2 == 1 for length in lengths)
+
+
+def cu_of(schedule: AiterSchedule, item: tuple[int, ...]) -> int:
+    index = schedule.work_info.index(item)
+    return next(cu for cu, end in enumerate(schedule.work_indptr[1:]) if index < end)
+
+
+batches = st.integers(1, 512)
+near_tiles = st.builds(lambda tiles, extra: 128 * tiles + extra, st.integers(1, 540), st.integers(0, 4))
+lengths = st.integers(1, 70_000) | st.integers(1, 600) | near_tiles
+tiles = st.sampled_from([16, 32, 64, 128, 256])
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches, lengths, st.sampled_from([256, 304, 80, 17]), tiles)
+@example(256, 1025, 256, 128)
+@example(255, 8192, 256, 128)
+@example(1, 70_000, 256, 128)
+@example(16, 256, 256, 16)
+@example(1, 256, 256, 16)
+@example(1, 2048, 80, 128)
+@example(1, 17, 256, 128)
+@example(1, 33, 256, 32)
+@example(4, 1026, 256, 128)
+@example(512, 3, 256, 16)
+def test_every_token_once_balanced_and_no_bad_item(batch, kv_len, num_cu, tile):
+    schedule = build_schedule(batch, kv_len, num_cu, tile)
+    check_coverage(schedule, batch, kv_len, num_cu)
+    check_items(schedule, batch, kv_len, num_cu, tile)
+    if kv_len >= 4:
+        assert schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len) is None
+
+
+@pytest.mark.parametrize("batch, kv_len", SHAPES)
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_official_shapes(batch, kv_len, tile):
+    schedule = build_schedule(batch, kv_len, 256, tile)
+    check_coverage(schedule, batch, kv_len, 256)
+    check_items(schedule, batch, kv_len, 256, tile)
+    busy, most, _ = summary(schedule)
+    assert busy == min(256, batch * kv_len // tile)
+    assert most == max(tile, batch * kv_len // 256)
+    assert bool(schedule.reduce_partial_map) == (batch < 256)
+
+
+def test_small_case_fills_half_the_machine():
+    assert summary(build_schedule(4, 1024, 256, 32))[0] == 128
+
+
+def test_whole_sequences_when_one_idle_cu_costs_less_than_a_tile():
+    schedule = build_schedule(255, 8192, 256, 128)
+    assert not schedule.reduce_partial_map
+    assert summary(schedule)[:2] == (255, 8192)
+
+
+def test_a_sequence_with_a_bad_tail_is_cut_even_alone_on_its_cu():
+    schedule = build_schedule(256, 1025, 256, 128)
+    assert {item[5] - item[4] for item in schedule.work_info} == {8, 1017}
+    assert summary(schedule)[:2] == (256, 1025)
+
+
+def test_more_cuts_than_the_reduce_takes_are_left_out():
+    # 70,000 tokens on 256 CUs are two tiles and a bit each: cutting them all would make 512 items.
+    assert summary(build_schedule(1, 70_000, 256, 128))[2] <= 256
+
+
+@pytest.mark.parametrize("argument, bad", [("batch", 0), ("kv_len", 0), ("num_cu", 16), ("tile", 24), ("tile", 0)])
+def test_bad_argument_is_named(argument, bad):
+    with pytest.raises(ValueError, match=f"{argument}: expected .*, got {bad}"):
+        build_schedule(**{"batch": 4, "kv_len": 1024, "num_cu": 256, "tile": 64} | {argument: bad})
+
+
+@pytest.mark.parametrize("batch, kv_len", SHAPES)
+def test_library_rules_reproduce_what_it_leaves_idle(batch, kv_len):
+    for schedule, expected in zip(
+        (intra_batch_schedule(batch, kv_len), fast_schedule(batch, kv_len)), LIBRARY[batch, kv_len], strict=True
+    ):
+        assert summary(schedule)[:2] == expected
+        assert schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len) is None
+
+
+def _edit(schedule: AiterSchedule, index: int, field: int, value: int) -> AiterSchedule:
+    items = [list(item) for item in schedule.work_info]
+    items[index][field] = value
+    return replace(schedule, work_info=tuple(map(tuple, items)))
+
+
+GOOD = build_schedule(4, 1024, 256, 32)  # 32 items of 32 tokens a sequence
+FAULTS = {
+    "gap": (_edit(GOOD, 3, 4, 100), "do not cover"),
+    "overlap": (_edit(GOOD, 3, 5, 144), "do not cover"),
+    "empty item": (_edit(GOOD, 3, 5, 96), "tokens 96 to 96"),
+    "reversed item": (_edit(GOOD, 3, 5, 64), "tokens 96 to 64"),
+    "wrong query": (_edit(GOOD, 3, 2, 1), "queries 1 to 1"),
+    "tail of one": (_edit(_edit(GOOD, 3, 5, 113), 4, 4, 113), "17 tokens, a tail under 4"),
+    "direct write of a part": (_edit(GOOD, 3, 1, -1), "partial rows"),
+    "16 splits": (intra_batch_schedule(16, 16 * 196, max_split=16), "split 16 times"),
+    "falling pointers": (replace(GOOD, work_indptr=(1, *GOOD.work_indptr[1:])), "does not rise"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found(name):
+    schedule, message = FAULTS[name]
+    batch, kv_len = len(schedule.reduce_final_map), (schedule.work_info[-1][5]) // len(schedule.reduce_final_map)
+    assert message in schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len)
+
+
+def test_library_never_divides_by_zero_here():
+    with pytest.raises(ZeroDivisionError):
+        intra_batch_schedule(4, 195)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches, lengths)
+def test_split_count_is_never_16_and_never_slower_than_one_fewer(batch, kv_len):
+    splits = split_count(batch, kv_len, 256)
+    blocks = -(-kv_len // 64)
+    assert 1 <= splits <= min(15, blocks)
+    longest = -(-blocks // splits)
+    assert splits == 1 or -(-blocks // (splits - 1)) > longest
+    assert all(-(-blocks // s) >= longest for s in range(1, max(2, min(15, 256 // batch, blocks) + 1)))
+
+
+def test_split_count_of_the_official_shapes():
+    assert [split_count(b, s_kv, 256) for b, s_kv in SHAPES] == [8, 15, 8, 8, 4, 4, 1, 1]
+
+
+def test_docs_hold_the_table_that_the_command_prints(capsys):
+    main()
+    printed = [line.replace("│", "|").split() for line in capsys.readouterr().out.splitlines() if "│" in line]
+    documented = [line.split() for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    assert len(printed) == len(SHAPES)
+    for row in printed:
+        assert row in documented
+
+
+def test_docs_name_tests_that_exist():
+    sources = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_aiter_*.py"))
+    sources += Path(__file__).read_text()
+    for name in re.findall(r"`(test_\w+)`", DOCS.read_text()):
+        assert f"def {name}(" in sources, name
