@@ -1212,17 +1212,24 @@ _METADATA_LAYOUTS = (
 
 
 @cache
-def _aiter() -> ModuleType:
-    """AITER with its MLA and quantisation modules. Imported at the first use, for it takes seconds."""
+def _load_aiter() -> ModuleType | AiterUnfit:
     try:
         import aiter
         import aiter.mla
         import aiter.ops.quant
     except ImportError as error:
-        raise AiterUnfit(f"AITER is not installed ({error})") from error
+        return AiterUnfit(f"AITER is not installed ({error})")
     except Exception as error:
-        raise AiterUnfit(f"AITER does not import: {type(error).__name__}: {error}") from error
+        return AiterUnfit(f"AITER does not import: {type(error).__name__}: {error}")
     return aiter
+
+
+def _aiter() -> ModuleType:
+    """AITER with its MLA and quantisation modules. Imported, or found not to import, once: either takes seconds."""
+    loaded = _load_aiter()
+    if isinstance(loaded, AiterUnfit):
+        raise loaded
+    return loaded
 
 
 def _parameters(name: str, function: Callable) -> dict[str, bool]:
@@ -1312,8 +1319,8 @@ def _aiter_metadata(problem: Problem, mode: AiterMode, tile: int) -> AiterMetada
     """Built and uploaded once per shape. Raises AiterUnfit when the library's own schedule is not safe."""
     shape = (problem.device, problem.batch_size, problem.kv_seq_len)
     if mode.entry == "own":
-        return _scratch(_AITER_METADATA, (*shape, tile), lambda: _own_metadata(problem, tile))
-    return _scratch(_AITER_METADATA, (*shape, mode.q == "bf16"), lambda: _library_metadata(problem, mode))
+        return _scratch(_AITER_METADATA, (*shape, "own", tile), lambda: _own_metadata(problem, tile))
+    return _scratch(_AITER_METADATA, (*shape, "library", mode.q == "bf16"), lambda: _library_metadata(problem, mode))
 
 
 def _own_tile(config: Config) -> int:

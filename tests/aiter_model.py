@@ -525,13 +525,13 @@ def standing_in(model: AiterModel) -> Iterator[AiterModel]:
             patch.setattr(submission, name, {})
         patch.setattr(submission, "_said", set())
         patch.setattr(submission, "_target", lambda device: submission.Target("gfx950", model.num_cu))
-        submission._aiter.cache_clear()
+        submission._load_aiter.cache_clear()
         model.install()
         try:
             yield model
         finally:
             model.remove()
-            submission._aiter.cache_clear()
+            submission._load_aiter.cache_clear()
 
 
 def plan_for(data: tuple, arm: str, tile: int | None = None) -> submission.Plan:

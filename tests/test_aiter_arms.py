@@ -138,10 +138,10 @@ def test_table_lists_both_kernels_for_each_official_shape(case):
 
 
 @pytest.mark.parametrize("version", ["pin", "head"])
-def test_reference_takes_the_librarys_persistent_path(aiter, small, version):
+def test_reference_takes_the_librarys_persistent_path(aiter, monkeypatch, small, version):
     model = aiter(version=version)
-    q8, q_scale = reference.quantize_fp8(small[0])
-    out = reference._aiter_decode(q8, q_scale, small)
+    monkeypatch.setattr(reference, "_aiter_takes", lambda data: True)
+    out = reference.ref_kernel(small)
     assert model.ops() == ["get_mla_metadata_v1", STAGE1, REDUCE]
     assert reference.strict_check(small, out, "fp8").passed
 
@@ -215,6 +215,14 @@ def test_shapes_share_no_output(aiter):
     assert outputs[0] == outputs[2] != outputs[1]
 
 
+@pytest.mark.parametrize("arm", AITER_MODES)
+def test_first_call_under_inference_mode_serves_later_ones(aiter, keep_overflow, small, arm):
+    aiter()
+    with torch.inference_mode():
+        out = plan_for(small, arm).run(small, plan_for(small, arm)).clone()
+    assert torch.equal(plan_for(small, arm).run(small, plan_for(small, arm)), out)
+
+
 def test_new_inputs_of_a_shape_are_read(aiter, small):
     aiter()
     plan = plan_for(small, "aiter_own_a8w8")
@@ -284,10 +292,23 @@ def test_torch_quantisation_of_zeros(aiter, small):
     assert plan.run(data, plan).isfinite().all()
 
 
-def test_without_aiter():
-    submission._aiter.cache_clear()
-    with pytest.raises(submission.AiterUnfit, match="AITER is not installed"):
-        submission._aiter()
+@pytest.mark.parametrize(
+    "source, reason",
+    [
+        (None, "AITER is not installed"),
+        ("import no_such_module", "AITER is not installed .*no_such_module"),
+        ("raise RuntimeError('no rocminfo')", "AITER does not import: RuntimeError: no rocminfo"),
+    ],
+)
+def test_without_a_working_aiter(monkeypatch, tmp_path, source, reason):
+    if source:
+        (tmp_path / "aiter.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(submission, "_target", lambda device: Target("gfx950", 256))
+    submission._load_aiter.cache_clear()
+    for _ in range(2):
+        assert re.search(reason, ARMS["aiter_own_a16w8"].why_not(problem()))
+    submission._load_aiter.cache_clear()
 
 
 def test_other_fp8_is_refused(aiter):
