@@ -82,15 +82,26 @@ def test_own_schedule_on_short_and_awkward_lengths(aiter, kv_len, tile):
     assert reference.strict_check(data, plan.run(data, plan), "fp8").passed
 
 
-def test_forced_arm_runs_through_custom_kernel(aiter, monkeypatch, small):
+@pytest.mark.parametrize("arm", AITER_MODES)
+def test_forced_arm_proves_itself_in_custom_kernel(aiter, keep_overflow, monkeypatch, small, arm):
     model = aiter()
-    monkeypatch.setenv("MLA_BACKEND", "aiter_own_a16w8")
+    monkeypatch.setenv("MLA_BACKEND", arm)
     out = submission.custom_kernel(small)
-    assert reference.strict_check(small, out, "fp8").passed
-    assert submission.last_run() == submission.Selection("aiter_own_a16w8", "fp8", "tile=64")
+    assert reference.strict_check(small, out, ARMS[arm].kv).passed
+    config = "library" if "own" not in arm else "tile=128" if "a8w8" in arm else "tile=64"
+    assert submission.last_run() == submission.Selection(arm, ARMS[arm].kv, config)
     model.calls.clear()
     submission.custom_kernel(small)
-    assert model.ops() == [STAGE1, REDUCE]
+    assert model.ops() == expected_ops(arm, batch=3)
+
+
+def test_two_tiles_of_one_shape_have_their_own_schedules(aiter, small):
+    model = aiter()
+    for tile in (32, 64):
+        plan = plan_for(small, "aiter_own_a16w8", tile)
+        plan.run(small, plan)
+    fine, coarse = (call.values["work_info_set"].shape[0] for call in model.calls[::2])
+    assert fine > coarse
 
 
 @pytest.mark.parametrize(
