@@ -269,7 +269,7 @@ class Launch:
         wave.stopped = False
         try:
             for _ in range(self.quantum):
-                index = wave.pc
+                index, wave.current = wave.pc, None
                 if not 0 <= index < program.length:
                     program.prepare(index)
                 operation = operations[index] or program.prepare(index)

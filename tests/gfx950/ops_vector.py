@@ -384,8 +384,19 @@ def sources(ins: Instruction, kinds: str):
     return readers
 
 
+_SATURATING = {f"v_{name}_{kind}" for name in ("add", "sub", "subrev") for kind in ("u32", "i32", "u16")}
+
+
+def _saturated(compute, dtype):
+    """Integer clamp: the exact result, limited to what the destination holds."""
+    limits = np.iinfo(dtype)
+    return lambda a, b: np.clip(compute(a.astype(np.int64), b.astype(np.int64)), limits.min, limits.max).astype(dtype)
+
+
 def _output_modifiers(ins: Instruction, kind: str, compute):
     scale, clamp = (1, 2, 4, 0.5)[ins.get("omod")], ins.get("clmp")
+    if clamp and ins.name in _SATURATING:
+        return _saturated(compute, DTYPES[kind])
     if (scale != 1 or clamp) and kind not in FLOATS:
         raise ins.unknown("has a clamp or output modifier on an integer, which is not modelled")
     if scale == 1 and not clamp:

@@ -306,6 +306,22 @@ def test_output_modifiers_and_clamp():
     assert wave.f[3][:5].tolist() == [-1.5, 0, 0.125, 0.375, 1.5]
 
 
+def test_integer_clamp():
+    a, b = INTS[0], INTS[1]
+    code = """v_add_u32_e64 v2, v0, v1 clamp
+              v_sub_u32_e64 v3, v0, v1 clamp
+              v_sub_i32 v4, v0, v1 clamp
+              v_add_i32 v5, v0, v1 clamp
+              v_sub_u16_e64 v6, v0, v1 clamp"""
+    wave = execute(code, v={0: a, 1: b}).wave
+    for lane, (x, y) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        assert wave.u[2][lane] == min(x + y, M32) and wave.u[3][lane] == max(x - y, 0)
+        top, bottom = 2**31 - 1, -(2**31)
+        assert wave.i[4][lane] == min(max(s32(x) - s32(y), bottom), top)
+        assert wave.i[5][lane] == min(max(s32(x) + s32(y), bottom), top)
+        assert wave.u[6][lane] == max((x & 0xFFFF) - (y & 0xFFFF), 0)
+
+
 def test_fma_with_literals():
     a, b, k = np.float32(3), np.float32(5), np.float32(1.7)
     wave = execute(f"v_fmamk_f32 v2, v0, {float(k)!r}, v1\nv_fmaak_f32 v3, v0, v1, {float(k)!r}", v={0: a, 1: b}).wave
