@@ -33,9 +33,7 @@ def _fetch() -> Path | WheelUnavailable:
         cached.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cached.parent) as download:
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries", "1", "--timeout", "20"]
-            done = subprocess.run(
-                [*pip, "--dest", download, f"amd-aiter=={VERSION}"], capture_output=True, text=True
-            )
+            done = subprocess.run([*pip, "--dest", download, f"amd-aiter=={VERSION}"], capture_output=True, text=True)
             fetched = Path(download) / WHEEL
             if not fetched.exists():
                 last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
