@@ -67,7 +67,7 @@ def emulate(data: input_t, kernel: Kernel, keep: torch.Tensor | None = None) -> 
 
 def _keep_all_but(skipped: Callable[[int], slice]) -> Callable[[input_t, Kernel], torch.Tensor]:
     def run(data: input_t, kernel: Kernel) -> torch.Tensor:
-        keep = torch.ones(data[4]["kv_seq_len"], dtype=torch.bool)
+        keep = torch.ones(data[4]["kv_seq_len"], dtype=torch.bool, device=data[0].device)
         keep[skipped(len(keep))] = False
         return emulate(data, kernel, keep)
 

@@ -29,6 +29,17 @@ def case(batch: int, s_kv: int, seed: int = 0):
     return generate_input(batch, 1, s_kv, seed)
 
 
+def keep_all_but(skipped, data) -> torch.Tensor:
+    keep = torch.ones(data[4]["kv_seq_len"], dtype=torch.bool, device=data[0].device)
+    keep[skipped] = False
+    return keep
+
+
+def noise_like(x: torch.Tensor) -> torch.Tensor:
+    gen = torch.Generator(device=x.device).manual_seed(1)
+    return torch.randn(x.shape, generator=gen, dtype=torch.float64, device=x.device)
+
+
 def rounded(data, kv: str = "bf16") -> torch.Tensor:
     return oracle(data, kv).bfloat16()
 
@@ -125,9 +136,8 @@ def failing_parts(report) -> list[str]:
 def test_kernel_error_is_seen():
     data = case(2, 1024)
     exact = oracle(data, "fp8")
-    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     size = exact.norm(dim=-1, keepdim=True) / 512**0.5
-    report = strict_check(data, (exact + 0.041 * size * noise).bfloat16(), "fp8")
+    report = strict_check(data, (exact + 0.041 * size * noise_like(exact)).bfloat16(), "fp8")
     assert failing_parts(report) == ["kernel"] and "kernel error" in report.message
 
 
@@ -141,8 +151,7 @@ def test_errors_that_add_up_with_the_quantisation_are_seen():
 def test_a_wrong_row_among_many_is_seen():
     data = case(32, 1024)
     output = oracle(data, "fp8")
-    noise = torch.randn(512, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    output[17, 11] += 0.1 * output[17, 11].norm() * noise / 512**0.5
+    output[17, 11] += 0.1 * output[17, 11].norm() * noise_like(output[17, 11]) / 512**0.5
     report = strict_check(data, output.bfloat16(), "fp8")
     assert failing_parts(report) == ["row"] and report.message.endswith("of query 17, head 11")
 
@@ -175,10 +184,8 @@ def test_a_gain_of_two_percent_is_seen(rows, where, gain):
 )
 def test_tokens_missing_from_one_sequence_are_named(kernel, skipped, where):
     data = case(2, 8192)
-    keep = torch.ones(8192, dtype=torch.bool)
-    keep[skipped] = False
     output = emulate(data, kernel)
-    output[1] = emulate(data, kernel, keep)[1]
+    output[1] = emulate(data, kernel, keep_all_but(skipped, data))[1]
     report = strict_check(data, output, kernel.kv)
     assert "weight" in failing_parts(report)
     assert abs(report.worst_weight) < 0.2 and report.message.endswith(f"for {where}")
@@ -187,9 +194,7 @@ def test_tokens_missing_from_one_sequence_are_named(kernel, skipped, where):
 @pytest.mark.parametrize(("kernel", "s_kv"), [(A8W8, 1024), (PRECISE, 8192)], ids=["a8w8-1024", "bf16-8192"])
 def test_one_missing_token_is_named(kernel, s_kv):
     data = case(2, s_kv)
-    keep = torch.ones(s_kv, dtype=torch.bool)
-    keep[-1] = False
-    report = strict_check(data, emulate(data, kernel, keep), kernel.kv)
+    report = strict_check(data, emulate(data, kernel, keep_all_but(-1, data)), kernel.kv)
     assert "weight" in failing_parts(report)
     assert f"for token {s_kv - 1} of sequence " in report.message
 
@@ -199,7 +204,7 @@ def test_tokens_counted_twice_are_seen():
     # The last 64 tokens of each sequence once more, as when splits overlap.
     twice = kv_data["bf16"].view(2, 1024, 1, 576)
     twice = torch.cat([twice, twice[:, -64:]], dim=1).flatten(0, 1)
-    longer = torch.tensor([0, 1088, 2176], dtype=torch.int32)
+    longer = torch.tensor([0, 1088, 2176], dtype=torch.int32, device=q.device)
     output = rounded((q, {"bf16": twice}, qo_indptr, longer, config))
     report = strict_check((q, kv_data, qo_indptr, kv_indptr, config), output)
     assert "weight" in failing_parts(report) and report.worst_weight > 1.5

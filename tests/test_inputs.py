@@ -119,7 +119,6 @@ print(peak() - before)
 
 def test_no_full_copy_of_the_cache_is_made():
     """Draw and judge 8x8192 in a process of its own: beyond the inputs only chunks may be allocated."""
-    pytest.importorskip("resource", reason="requires the resource module of a Unix")
     root = Path(__file__).resolve().parent.parent
     run = subprocess.run(
         [sys.executable, "-c", PEAK_MEMORY],
