@@ -8,6 +8,7 @@ Attention here is MLA decode: for query row `q_h` and cached row `k_j` of the sa
 """
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -350,14 +351,19 @@ def _aiter_takes(data: input_t) -> bool:
     _, _, _, kv_indptr, _ = data
     if torch.version.hip is None or not kv_indptr.is_cuda or importlib.util.find_spec("aiter") is None:
         return False
+    import aiter
+
+    # Versions before it lack other keywords of `_aiter_decode` too.
+    if "intra_batch_mode" not in inspect.signature(aiter.get_mla_metadata_info_v1).parameters:
+        return False
     return kv_indptr[0].item() == 0 and kv_indptr.diff().min().item() >= AITER_MIN_KV_LEN
 
 
 def ref_kernel(data: input_t) -> output_t:
     """The leaderboard's reference, a8w8: Q quantised to fp8 per tensor, fp8 cache; bfloat16 (total_q, 16, 512).
 
-    AITER's persistent kernel on a ROCm GPU where AITER is installed and every sequence has `AITER_MIN_KV_LEN` tokens;
-    plain torch in float32 elsewhere. Raises as `oracle` does.
+    AITER's persistent kernel on a ROCm GPU where AITER is installed, plans splits per sequence (`intra_batch_mode`) and
+    every sequence has `AITER_MIN_KV_LEN` tokens; plain torch in float32 elsewhere. Raises as `oracle` does.
     """
     _require_case(data)
     q_fp8, q_scale = quantize_fp8(data[0])

@@ -1391,9 +1391,7 @@ def _any_split(reduce_indptr: list[int]) -> bool:
 def _aiter_partials(problem: Problem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 partial outputs [rows, 1, 16, 512] and natural-log sum-exps [rows, 1, 16, 1]."""
     empty = partial(torch.empty, dtype=torch.float32, device=problem.device)
-    return _scratch(
-        _AITER_PARTIALS, (problem.device, rows), lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1))
-    )
+    return _scratch(_AITER_PARTIALS, (problem.device, rows), lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
 
 
 @cache
@@ -1535,9 +1533,7 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
 A8W8_ERROR = 5e-2
 
 ARMS |= {
-    name: Arm(
-        mode.kv, partial(_no_aiter, name=name), _run_aiter, EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR
-    )
+    name: Arm(mode.kv, partial(_no_aiter, name=name), _run_aiter, EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR)
     for name, mode in AITER_MODES.items()
 }
 

@@ -119,14 +119,16 @@ class ModelOp:
         schema = re.sub(r"\bTensor\b", lambda _: f"Tensor(a{next(numbers)}!)", schema)
         self.default = SimpleNamespace(_schema=torch._C.parse_schema(f"aiter::{name}({schema}) -> ()"))
         arguments = self.default._schema.arguments
-        self._signature = inspect.Signature([
-            inspect.Parameter(
-                x.name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=x.default_value if x.has_default_value() else inspect.Parameter.empty,
-            )
-            for x in arguments
-        ])
+        self._signature = inspect.Signature(
+            [
+                inspect.Parameter(
+                    x.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=x.default_value if x.has_default_value() else inspect.Parameter.empty,
+                )
+                for x in arguments
+            ]
+        )
         self._tensors = {x.name: "Optional" in str(x.type) for x in arguments if "Tensor" in str(x.type)}
         self._model, self._name, self._implementation = model, name, implementation
 
@@ -550,8 +552,10 @@ SYNCHRONISING = {
 
 def _frame_outside_torch() -> str:
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.split("/")[-1] == "aiter_model.py" and frame.f_code.co_name != "decode" or (
-        "/torch/" in frame.f_code.co_filename
+    while (
+        frame.f_code.co_filename.split("/")[-1] == "aiter_model.py"
+        and frame.f_code.co_name != "decode"
+        or ("/torch/" in frame.f_code.co_filename)
     ):
         frame = frame.f_back
     return Path(frame.f_code.co_filename).name

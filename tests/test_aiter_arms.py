@@ -244,6 +244,7 @@ def test_new_inputs_of_a_shape_are_read(aiter, small):
 
 # ---- versions ----
 
+
 @pytest.mark.parametrize("op", [STAGE1, REDUCE, "get_mla_metadata_v1"])
 @pytest.mark.parametrize("version", SCHEMAS)
 def test_unknown_layout_is_refused_by_name(aiter, version, op):

@@ -227,6 +227,9 @@ def test_aiter_runs_only_on_rocm_with_enough_tokens(fake_aiter, monkeypatch):
     assert takes([0, 200, 400])
     assert not takes([0, 195, 395]) and not takes([1, 201, 401])
     assert not reference._aiter_takes(fake_aiter.data)
+    with monkeypatch.context() as older:
+        older.setattr(sys.modules["aiter"], "get_mla_metadata_info_v1", lambda batch_size, fast_mode=True: ())
+        assert not takes([0, 200, 400])
     monkeypatch.setitem(sys.modules, "aiter", None)
     monkeypatch.delitem(sys.modules, "aiter")
     assert not takes([0, 200, 400])
