@@ -46,6 +46,8 @@ except ImportError:
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna4
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
@@ -74,6 +76,16 @@ def _jit(fn):
 def _gluon_jit(fn):
     """`gluon.jit`, likewise."""
     return fn if gluon is None else gluon.jit(fn)
+
+
+def _gluon_constexpr(fn):
+    """`gluon.constexpr_function`, likewise."""
+    return fn if gluon is None else gluon.constexpr_function(fn)
+
+
+def _gluon_builtin(fn):
+    """Gluon's `builtin`, likewise."""
+    return fn if gluon is None else builtin(fn)
 
 
 # ---- device helpers ----
@@ -512,6 +524,298 @@ def _decode_fp8_hopper(
                             kv_scale, SPLITS, MERGE_LAYOUT)  # fmt: skip
 
 
+# ---- Gluon: gfx950 ----
+
+
+@_gluon_builtin
+def _mfma_k128(a, b, acc, _semantic=None):
+    """acc + a @ b with 128 dims an instruction, which `cdna4.mfma` lacks in three dimensions."""
+    e4m3 = _semantic._str_to_fp_type("e4m3")
+    handle = _semantic.builder.create_dot_scaled(
+        a.handle, None, e4m3, b.handle, None, e4m3, False, True, True, acc.handle
+    )
+    return gl.tensor(handle, acc.type)
+
+
+@_gluon_constexpr
+def _unit_keys(width):
+    """What each bit of a row's number XORs onto the row's 16-byte units in LDS, against bank conflicts."""
+    return (1, 2, 4, 4, 0) if width == 512 else (0, 0, 0, 1, 2)
+
+
+@_gluon_constexpr
+def _tile_layout(waves, width, tokens):
+    """[waves, 64, width] bytes, two buffers of 32 rows a wave; bit i of a row's number stands for row tokens[i]."""
+    return gl.SharedLinearLayout(
+        [[0, 0, 1 << i] for i in range(width.bit_length() - 1)]
+        + [[0, row, 16 * key] for row, key in zip((*tokens, 32), (*_unit_keys(width), 0), strict=True)]
+        + [[1 << i, 0, 0] for i in range(waves.bit_length() - 1)]
+    )
+
+
+@_gluon_constexpr
+def _axis(layout, rank, dim):
+    """Layout of a vector along `dim`."""
+    for axis in reversed(range(rank)):
+        if axis != dim:
+            layout = gl.SliceLayout(axis, layout)
+    return layout
+
+
+@_gluon_jit
+def _iota(N: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
+    """0 .. N - 1 along DIM, size 1 along the other dimensions."""
+    x = gl.arange(0, N, _axis(LAYOUT, RANK, DIM))
+    for axis in gl.static_range(RANK):
+        if axis != DIM:
+            x = gl.expand_dims(x, axis)
+    return x
+
+
+@_gluon_jit
+def _each_wave(smem, LAYOUT: gl.constexpr, WAVES: gl.constexpr):
+    """fp8 [16, n] in LDS as an operand [WAVES, 16, n]."""
+    x = cdna4.async_copy.load_shared_relaxed(smem, gl.SliceLayout(0, LAYOUT)).to(gl.int8, bitcast=True)
+    x, _ = gl.broadcast(gl.expand_dims(x, 0), gl.zeros([WAVES, 1, 1], gl.int8, LAYOUT))
+    return x.to(gl.float8e4nv, bitcast=True)
+
+
+@_gluon_jit
+def _copy_offsets(stride_kv_t, ROWS: gl.constexpr, WIDTH: gl.constexpr, WAVES: gl.constexpr):
+    """Offsets of what fills [WAVES, ROWS, WIDTH] bytes of LDS in order: they carry the swizzle."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 1024 // WIDTH, WIDTH // 16], [WAVES, 1, 1], [2, 1, 0])
+    KEYS: gl.constexpr = _unit_keys(WIDTH)
+    row = _iota(ROWS, 1, LAYOUT, 3)
+    key = row * 0
+    for i in gl.static_range(5):
+        key ^= ((row >> i) & 1) * KEYS[i]
+    return (_iota(WAVES, 0, LAYOUT, 3) * 32 + row) * stride_kv_t + (_iota(WIDTH, 2, LAYOUT, 3) ^ (key * 16))
+
+
+@_gluon_jit
+def _gfx950_wave_instruction(TEXT: gl.constexpr):
+    """An instruction of every wave, which no memory access moves across."""
+    gl.inline_asm_elementwise(TEXT + " // $0", "=v", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@_gluon_jit
+def _gfx950_copy(smem, ptr, offs, last):
+    """To LDS, 16 bytes a lane. Past `last`, the sequence's end, it reads at `last`: nothing foreign, nothing NaN."""
+    offs = gl.minimum(offs, last)
+    offs = gl.max_contiguous(gl.multiple_of(offs, [1, 1, 16]), [1, 1, 16])
+    cdna4.async_copy.buffer_load_to_shared(smem, ptr, offs)
+
+
+@_gluon_jit
+def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAVES: gl.constexpr):
+    """Starts loading the tile at `kv_rows`, of which `left` > 0 rows count, into buffer BUF."""
+    nope, rope = tile
+    offs_n, offs_r = offs
+    last = (gl.minimum(left, 32 * WAVES) - 1) * stride_kv_t
+    half = gl.minimum(16 * stride_kv_t, last)
+    _gfx950_copy(nope.slice(BUF * 32, 16, 1), kv_rows, offs_n, last + 496)
+    _gfx950_copy(nope.slice(BUF * 32 + 16, 16, 1), kv_rows + half, offs_n, last - half + 496)
+    _gfx950_copy(rope.slice(BUF * 32, 32, 1), kv_rows + 512, offs_r, last + 48)
+    cdna4.async_copy.commit_group()
+
+
+@_gluon_jit
+def _gfx950_step(
+    tile,  # LDS: latent [WAVES, 64, 512], rope [WAVES, 64, 64]
+    q,  # operands: hi of four chunks of 128 dims, hi and lo of rope
+    q_lo,  # LDS [16, 512]
+    state,  # maximum and sum [WAVES, 16], four accumulators [WAVES, 16, 128]
+    left,  # rows from this tile on
+    logit_scale,
+    BUF: gl.constexpr,
+    WAVES: gl.constexpr,
+    PAIRS: gl.constexpr,
+):
+    """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end."""
+    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
+    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
+    STAT: gl.constexpr = gl.SliceLayout(2, M32)
+    P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
+    # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
+    K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
+    V_TOKENS: gl.constexpr = (1, 2, 4, 8, 16)
+    nope, rope = tile
+    kn = nope._reinterpret(gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, K_TOKENS)).permute([0, 2, 1])
+    kr = rope._reinterpret(gl.float8e4nv, [WAVES, 64, 64], _tile_layout(WAVES, 64, K_TOKENS)).permute([0, 2, 1])
+    vn = nope._reinterpret(gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, V_TOKENS))
+    kn = kn.slice(BUF * 32, 32, 2)
+    vn = vn.slice(BUF * 32, 32, 1)
+    m, norm, acc = state
+
+    # An ordinary shared load would wait for the other buffer's loads too.
+    k = cdna4.async_copy.load_shared_relaxed(kr.slice(BUF * 32, 32, 2), gl.DotOperandLayout(1, M32, 16))
+    x = cdna4.mfma(q[4], k, gl.zeros([WAVES, 16, 32], gl.float32, M32))
+    if PAIRS:
+        x = cdna4.mfma(q[5], k, x)
+    x = gl.convert_layout(x, M128, assert_trivial=True)
+    for c in gl.static_range(4):
+        k = cdna4.async_copy.load_shared_relaxed(kn.slice(128 * c, 128, 1), gl.DotOperandLayout(1, M128, 16))
+        x = _mfma_k128(q[c], k, x)
+        if PAIRS:
+            x = _mfma_k128(_each_wave(q_lo.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES), k, x)
+
+    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
+    if left < 32 * WAVES:
+        X5: gl.constexpr = x.type.layout
+        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
+        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
+    x = x.reshape([WAVES, 16, 32])
+    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
+    rescale = gl.exp2(m - m_new)
+    # P x 2^8 uses e4m3's range, so that lo is no denormal.
+    shift = gl.convert_layout(m_new - 8.0, X, assert_trivial=True)
+    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
+    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
+    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    p_hi = p.to(gl.float8e4nv)
+    p_lo = gl.convert_layout((p - p_hi.to(gl.float32)).to(gl.float8e4nv), P, assert_trivial=True)
+    p_hi = gl.convert_layout(p_hi, P, assert_trivial=True)
+    acc_new = ()
+    for c in gl.static_range(4):
+        v = cdna4.async_copy.load_shared_relaxed(vn.slice(128 * c, 128, 2), gl.DotOperandLayout(1, M32, 8))
+        a = cdna4.mfma(p_hi, v, acc[c] * rescale[:, :, None])
+        if PAIRS:
+            a = cdna4.mfma(p_lo, v, a)
+        acc_new = acc_new + (a,)
+    return m_new, norm, acc_new
+
+
+@_gluon_jit
+def _decode_fp8_gfx950(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kv_ptr,  # fp8 e4m3 [total_kv, 576], rows of 16-byte multiples
+    kv_scale_ptr,  # fp32 [1]
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp16 [total_q, SPLITS, 16, 512]
+    lse_ptr,  # fp32 [total_q, SPLITS, 16]
+    ticket_ptr,  # int32 [total_q], zero between launches
+    softmax_scale,
+    s_q,
+    stride_q_t,
+    stride_q_h,
+    stride_kv_t,
+    SPLITS: gl.constexpr,
+    WAVES: gl.constexpr,
+    PAIRS: gl.constexpr,  # Q and P as hi + lo fp8 pairs, else rounded to fp8
+    ONE_LAUNCH: gl.constexpr,
+):
+    """Grid (total_q, SPLITS), WAVES waves, tiles of 32 * WAVES tokens in two LDS buffers of raw fp8 rows.
+
+    Q, K, P and V stay fp8; V comes through the transposing LDS read. docs/gfx950.md has the layouts.
+    """
+    gl.static_assert(gl.num_warps() == WAVES)
+    gl.static_assert(WAVES > 1 or not ONE_LAUNCH)
+    TILE: gl.constexpr = 32 * WAVES
+    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
+    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
+    STAT: gl.constexpr = gl.SliceLayout(2, M32)
+    QN: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+    QR: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
+    # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
+    t = gl.program_id(0)
+    split = gl.program_id(1)
+
+    # Q before KV: loads complete in order.
+    q_row = q_ptr + t.to(gl.int64) * stride_q_t
+    qn = cdna4.buffer_load(q_row, _iota(16, 0, QN, 2) * stride_q_h + _iota(512, 1, QN, 2)).to(gl.float32)
+    qr = cdna4.buffer_load(q_row + 512, _iota(16, 0, QR, 2) * stride_q_h + _iota(64, 1, QR, 2)).to(gl.float32)
+    kv_scale = gl.load(kv_scale_ptr)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, TILE)
+    n_tiles = last - first
+    left = gl.minimum(kv_end - kv_start, last * TILE) - first * TILE
+    kv_rows = kv_ptr + (kv_start.to(gl.int64) + first * TILE) * stride_kv_t
+
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    tile = (
+        gl.allocate_shared_memory(gl.float8e4nv, [WAVES, 64, 512], FLAT),
+        gl.allocate_shared_memory(gl.float8e4nv, [WAVES, 64, 64], FLAT),
+    )
+    offs = (_copy_offsets(stride_kv_t, 16, 512, WAVES), _copy_offsets(stride_kv_t, 32, 64, WAVES))
+    if left > 0:
+        _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, 0, WAVES)
+
+    # A power-of-two scale per head makes hi + lo exact for bf16.
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), gl.SliceLayout(1, QN))
+    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
+    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
+    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, QR))[:, None])
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
+    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
+    # One piece of LDS hands out rope, then hi; lo stays there.
+    A32: gl.constexpr = gl.DotOperandLayout(0, M32, 16)
+    A128: gl.constexpr = gl.DotOperandLayout(0, M128, 16)
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+    q_smem.slice(0, 64, 1).store(qr_hi)
+    q_smem.slice(64, 64, 1).store(qr_lo)
+    rope = (_each_wave(q_smem.slice(0, 64, 1), A32, WAVES), _each_wave(q_smem.slice(64, 64, 1), A32, WAVES))
+    q_smem.store(qn_hi)
+    q = ()
+    for c in gl.static_range(4):
+        q = q + (_each_wave(q_smem.slice(128 * c, 128, 1), A128, WAVES),)
+    q = q + rope
+    if PAIRS:
+        q_smem.store(qn_lo)
+
+    # Not -inf: a wave with all rows past the end keeps it, and inf - inf is NaN.
+    m = gl.full([WAVES, 16], -3.4e38, gl.float32, STAT)
+    zero = gl.zeros([WAVES, 16, 128], gl.float32, M32)
+    state = (m, gl.zeros([WAVES, 16], gl.float32, STAT), (zero, zero, zero, zero))
+    for _ in range(n_tiles // 2):
+        # This buffer has landed and every wave has read the other one.
+        cdna4.async_copy.wait_group(0)
+        kv_rows += TILE * stride_kv_t
+        _gfx950_issue(tile, offs, kv_rows, left - TILE, stride_kv_t, 1, WAVES)
+        state = _gfx950_step(tile, q, q_smem, state, left, logit_scale, 0, WAVES, PAIRS)
+        cdna4.async_copy.wait_group(0)
+        kv_rows += TILE * stride_kv_t
+        if left > 2 * TILE:
+            _gfx950_issue(tile, offs, kv_rows, left - 2 * TILE, stride_kv_t, 0, WAVES)
+        state = _gfx950_step(tile, q, q_smem, state, left - TILE, logit_scale, 1, WAVES, PAIRS)
+        left -= 2 * TILE
+    cdna4.async_copy.wait_group(0)
+    if left > 0:
+        state = _gfx950_step(tile, q, q_smem, state, left, logit_scale, 0, WAVES, PAIRS)
+
+    m, norm, acc = state
+    top = gl.max(m, 0)
+    weight = gl.exp2(m - top[None, :])
+    total = gl.sum(norm * weight, 0)
+    weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
+    merge = tile[0]._reinterpret(gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
+    for c in gl.static_range(4):
+        merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
+    o = merge.slice(0, 1, 0).load(OUT)
+    for w in gl.static_range(1, WAVES):
+        o += merge.slice(w, 1, 0).load(OUT)
+    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
+    if SPLITS == 1:
+        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
+    else:
+        part_row = t.to(gl.int64) * SPLITS + split
+        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(gl.float16))
+        lse = top + gl.log2(total) - 8.0
+        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, STAT)), lse)
+    if ONE_LAUNCH:
+        # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
+        # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
+        # stale lines, in every wave rather than in the one that took the ticket.
+        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
+        if _arrive_last(ticket_ptr + t, SPLITS):
+            _gfx950_wave_instruction("buffer_inv sc1")
+            row_parts = t.to(gl.int64) * SPLITS
+            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
+                            kv_scale, SPLITS, MERGE)  # fmt: skip
+
+
 # ---- tuning table ----
 
 
@@ -560,6 +864,15 @@ def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
     return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
 
 
+def _gfx950(waves: int, one_launch: bool = False) -> Config:
+    """A wave takes 32 tokens a step; a CU holds one program of 4 waves, two of 2 or three of 1."""
+    return Config("gfx950_fp8", 0, 32 * waves, waves, {4: 1, 2: 2, 1: 3}[waves], one_launch)
+
+
+_GFX950 = (_gfx950(4),)
+_GFX950_MERGED = (_gfx950(4, one_launch=True), _gfx950(4))
+
+
 # The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
 # the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
@@ -573,15 +886,16 @@ TABLE: tuple[Row, ...] = (
     _hopper(256, 1024, 1),  # 52.3 us, reader 46.0
     _hopper(256, 8192, 1),  # 291.7 us, reader 275.0
     _hopper(None, None, 0),
-    # No row of gfx950 was measured: the orders follow the schedules' busy CUs and longest CU, see docs/aiter.md.
-    Row("gfx950", 4, 1024, (_own("a16w8", 32), _own("a8w8_cast", 128), Config("aiter_bf16", splits=1), *_GPU)),
+    # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
+    # while few splits meet in one program; AITER by its schedules' busy CUs and longest CU, see docs/aiter.md.
+    Row("gfx950", 4, 1024, (_gfx950(4), _gfx950(2), _own("a16w8", 32), _own("a8w8_cast", 128), _GPU[0], _TORCH[1])),
     # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
     *(
-        Row("gfx950", b, s_kv, (_own("a8w8_cast", 128), *_AITER, Config("triton_fp8"), _TORCH[1]))
-        for b in (4, 32, 64, 256)
+        Row("gfx950", b, s_kv, (*own, _own("a8w8_cast", 128), *_AITER[: 3 - len(own)], _GPU[0], _TORCH[1]))
+        for b, own in ((4, _GFX950), (32, _GFX950_MERGED), (64, _GFX950_MERGED), (256, _GFX950))
         for s_kv in (1024, 8192)
     ),
-    Row("gfx950", None, None, (*_AITER, *_GPU)),
+    Row("gfx950", None, None, (*_GFX950, *_AITER, _GPU[0], _TORCH[1])),
     Row("gpu", None, None, _GPU),
 )
 
@@ -835,16 +1149,22 @@ def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     return out
 
 
+def combine_shape(splits: int) -> tuple[int, int, int]:
+    """BLOCK_D, BLOCK_S and warps of `_combine`: the more splits, the fewer dims a program takes."""
+    block_d = 512 if splits <= 4 else 256 if splits <= 8 else 128 if splits <= 16 else 64
+    return block_d, triton.next_power_of_2(splits), 2 if splits <= 4 else 1
+
+
 def _launch_combine(
     part: torch.Tensor, lse: torch.Tensor, kv_scale: torch.Tensor, out: torch.Tensor, dependent: bool
 ) -> None:
     """`dependent`: a CUDA dependent launch, whose start-up overlaps the end of the launch before it."""
     total_q, splits = lse.shape[:2]
     options = {"launch_pdl": True} if dependent else {}
-    block_d = 512 if splits <= 4 else 256 if splits <= 8 else 128 if splits <= 16 else 64
+    block_d, block_s, num_warps = combine_shape(splits)
     _combine[(D_V // block_d, H_Q, total_q)](
-        part, lse, kv_scale, out, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d,
-        DEPENDENT=dependent, num_warps=2 if splits <= 4 else 1, **options,
+        part, lse, kv_scale, out, SPLITS=splits, BLOCK_S=block_s, BLOCK_D=block_d, DEPENDENT=dependent,
+        num_warps=num_warps, **options,
     )  # fmt: skip
 
 
@@ -866,6 +1186,25 @@ def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     )  # fmt: skip
     if config.splits > 1 and not one_launch:
         _launch_combine(part, lse, kv_scale, out, dependent=True)
+    return out
+
+
+def _run_gfx950_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+    """One launch or two, as on Hopper."""
+    q, kv_data, _, kv_indptr, _ = data
+    kv, kv_scale = kv_data["fp8"]
+    problem, config = plan.problem, plan.config
+    out = _output(problem)
+    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
+    one_launch = config.one_launch and config.splits > 1
+    _decode_fp8_gfx950[(problem.total_q, config.splits)](
+        q, kv, kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
+        problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0), q.stride(1), kv.stride(0),
+        SPLITS=config.splits, WAVES=config.num_warps, PAIRS=True, ONE_LAUNCH=one_launch,
+        num_warps=config.num_warps, waves_per_eu=2,
+    )  # fmt: skip
+    if config.splits > 1 and not one_launch:
+        _launch_combine(part, lse, kv_scale, out, dependent=False)
     return out
 
 
@@ -991,8 +1330,19 @@ def _no_hopper(problem: Problem) -> str | None:
     return None
 
 
+def _no_gfx950(problem: Problem) -> str | None:
+    if gluon is None:
+        return "Triton with Gluon is not installed"
+    if _target(problem.device).name != "gfx950":
+        return f"{problem.device} is not a gfx950 GPU"
+    if not problem.aligned:
+        return "it needs an fp8 cache and Q with addresses and row strides of 16 bytes"
+    return None
+
+
 ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", _no_hopper, _run_hopper_fp8),
+    "gfx950_fp8": Arm("fp8", _no_gfx950, _run_gfx950_fp8),
     "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
     "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
