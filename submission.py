@@ -92,14 +92,21 @@ def _gluon_builtin(fn):
 
 
 @_jit
-def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows of the cache that query row `t` sees and the tiles [first, last) of BLOCK_N rows that `split` takes.
+def _visible_rows(kv_indptr, t, s_q):
+    """Rows [start, end) of the cache that query row `t` sees.
 
-    Queries are bottom-right causal: query i of s_q sees all but the last s_q - 1 - i tokens of its sequence.
+    Queries are bottom-right causal: query i of s_q sees all but the last s_q - 1 - i tokens of its sequence, so that
+    `end` may lie before `start`.
     """
     b = t // s_q
     kv_start = tl.load(kv_indptr + b)
-    kv_end = tl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)
+    return kv_start, tl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)
+
+
+@_jit
+def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Those rows and, of their tiles of BLOCK_N rows, the ones [first, last) that `split` takes."""
+    kv_start, kv_end = _visible_rows(kv_indptr, t, s_q)
     n_tiles = tl.cdiv(tl.maximum(kv_end - kv_start, 0), BLOCK_N)
     return kv_start, kv_end, n_tiles * split // SPLITS, n_tiles * (split + 1) // SPLITS
 
@@ -407,10 +414,8 @@ def _decode_fp8_hopper(
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    b = t // s_q
     kv_scale = gl.load(kv_scale_ptr)
-    kv_start = gl.load(kv_indptr + b)
-    kv_end = gl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)  # bottom-right causal
+    kv_start, kv_end = _visible_rows(kv_indptr, t, s_q)
     n_tiles = gl.cdiv(gl.maximum(kv_end - kv_start, 0), BLOCK_N)
     # Tiles are dealt in turn, so that a sequence's splits read neighbouring memory at about the same time.
     STEP: gl.constexpr = SPLITS * BLOCK_N
@@ -431,10 +436,7 @@ def _decode_fp8_hopper(
     for c in range(n_chunks):
         amax = gl.maximum(amax, gl.abs(qn_raw.index(c).load(QN_LAYOUT).to(gl.float32)))
     amax_r = gl.convert_layout(gl.max(gl.abs(qr.to(gl.float32)), 1), gl.SliceLayout(1, QN_LAYOUT))
-    amax_h = gl.maximum(gl.max(amax, 1), amax_r)
-    exponent = gl.maximum(amax_h.to(gl.int32, bitcast=True) >> 23, 30)
-    up = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
-    down = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+    up, down = _power_of_two_scale(gl.maximum(gl.max(amax, 1), amax_r))
     for c in range(n_chunks):
         hi, lo = _hi_lo(qn_raw.index(c).load(QN_LAYOUT), up[:, None])
         qn_chunks.index(c).store(gl.join(hi, lo).permute((2, 0, 1)).reshape([32, 128]))
