@@ -1,8 +1,10 @@
 """Every kernel and configuration of the table compiles for the GPUs it is meant for, on a machine without one."""
 
 import re
+import subprocess
 
 import pytest
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.experimental.gluon import language as gl
@@ -83,12 +85,16 @@ def hopper_variants():
 
 
 @pytest.mark.parametrize("splits, one_launch", hopper_variants())
-def test_hopper_decode_compiles_within_budget(splits, one_launch):
+def test_hopper_decode_compiles_within_budget(splits, one_launch, tmp_path):
     compiled = compile_kernel(
         submission._decode_fp8_hopper, HOPPER, {"SPLITS": splits, "ONE_LAUNCH": one_launch}, SM90, GluonASTSource,
         num_warps=4,
     )  # fmt: skip
     ptx = compiled.asm["ptx"]
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True).stdout
+    assert "STACK:0 " in usage, f"registers spill: {usage}"
     assert 2 * (compiled.metadata.shared + 1024) <= 228 * 1024, "two programs fit an SM"
     assert "ld.shared.b8" not in ptx and "ld.shared.u8" not in ptx
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3") == 18, "QK on raw fp8, 576 dims by 32"
