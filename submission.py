@@ -263,22 +263,29 @@ def _merge_partials(
     LAYOUT: gl.constexpr,
 ):
     """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
+    GROUP: gl.constexpr = min(4, SPLITS)  # partials on their way at once; the loop is rolled: less cold code
     offs_h = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     offs = offs_h[:, None] * 512 + gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))[None, :]
     m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     norm = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     acc = gl.zeros([16, 512], gl.float32, LAYOUT)
-    for s in gl.static_range(SPLITS):
-        lse = gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg")
-        part = gl.load(part_ptr + s * 8192 + offs, cache_modifier=".cg").to(gl.float32)
-        # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
-        empty = lse == float("-inf")
-        m_new = gl.maximum(m, lse)
-        w = gl.where(empty, 0.0, gl.exp2(lse - m_new))
-        rescale = gl.where(norm == 0.0, 0.0, gl.exp2(m - m_new))
-        norm = norm * rescale + w
-        acc = acc * rescale[:, None] + gl.where(empty[:, None], 0.0, part) * w[:, None]
-        m = m_new
+    for first in range(0, SPLITS, GROUP):
+        lses = ()
+        parts = ()
+        for i in gl.static_range(GROUP):
+            s = gl.minimum(first + i, SPLITS - 1)
+            lses = lses + (gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg"),)
+            parts = parts + (gl.load(part_ptr + s * 8192 + offs, cache_modifier=".cg"),)
+        for i in gl.static_range(GROUP):
+            # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
+            empty = (lses[i] == float("-inf")) | (first + i >= SPLITS)
+            part = gl.where(empty[:, None], 0.0, parts[i].to(gl.float32))
+            m_new = gl.maximum(m, gl.where(empty, float("-inf"), lses[i]))
+            w = gl.where(empty, 0.0, gl.exp2(lses[i] - m_new))
+            rescale = gl.where(norm == 0.0, 0.0, gl.exp2(m - m_new))
+            norm = norm * rescale + w
+            acc = acc * rescale[:, None] + part * w[:, None]
+            m = m_new
     o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))[:, None]
     gl.store(out_ptr + offs, o.to(gl.bfloat16))
 
