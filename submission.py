@@ -238,6 +238,13 @@ def _combine(
 # ---- Gluon: one launch ----
 
 
+@_gluon_builtin
+def _barrier(_semantic=None):
+    """A barrier of the program's threads: `thread_barrier`, which Triton 3.7 renames."""
+    barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+    return barrier(_semantic=_semantic)
+
+
 @_gluon_jit
 def _arrive_last(ticket_ptr, SPLITS: gl.constexpr):
     """Whether this program is the last of its query row's SPLITS to arrive; leaves the ticket at zero when it is.
@@ -246,7 +253,7 @@ def _arrive_last(ticket_ptr, SPLITS: gl.constexpr):
     the device with it, acquire keeps the last program's reads behind it. Nobody waits, so no residency is needed, and
     the ticket is back at zero for the next launch or graph replay.
     """
-    gl.thread_barrier()
+    _barrier()
     last = gl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
     if last:
         gl.store(ticket_ptr, 0)
@@ -546,6 +553,13 @@ def _mfma_k128(a, b, acc, _semantic=None):
     return gl.tensor(handle, acc.type)
 
 
+@_gluon_builtin
+def _view(smem, dtype, shape, layout, _semantic=None):
+    """The bytes of `smem` as another type, shape and layout: a method that Triton 3.9 renames."""
+    method = getattr(smem, "_reinterpret", None) or smem.reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
 @_gluon_constexpr
 def _unit_keys(width):
     """What each bit of a row's number XORs onto the row's 16-byte units in LDS, against bank conflicts."""
@@ -649,9 +663,9 @@ def _gfx950_step(
     K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
     V_TOKENS: gl.constexpr = (1, 2, 4, 8, 16)
     nope, rope = tile
-    kn = nope._reinterpret(gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, K_TOKENS)).permute([0, 2, 1])
-    kr = rope._reinterpret(gl.float8e4nv, [WAVES, 64, 64], _tile_layout(WAVES, 64, K_TOKENS)).permute([0, 2, 1])
-    vn = nope._reinterpret(gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, V_TOKENS))
+    kn = _view(nope, gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, K_TOKENS)).permute([0, 2, 1])
+    kr = _view(rope, gl.float8e4nv, [WAVES, 64, 64], _tile_layout(WAVES, 64, K_TOKENS)).permute([0, 2, 1])
+    vn = _view(nope, gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, V_TOKENS))
     kn = kn.slice(BUF * 32, 32, 2)
     vn = vn.slice(BUF * 32, 32, 1)
     m, norm, acc = state
@@ -797,7 +811,7 @@ def _decode_fp8_gfx950(
     weight = gl.exp2(m - top[None, :])
     total = gl.sum(norm * weight, 0)
     weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
-    merge = tile[0]._reinterpret(gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
+    merge = _view(tile[0], gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
     for c in gl.static_range(4):
         merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
     OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
