@@ -11,7 +11,9 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,15 +50,16 @@ CU_BYTES_PER_CLOCK = 64  # L2 to one CU
 ROUND_TRIP_US = 0.8
 SECOND_LAUNCH_US = 2.0
 
-# Clocks a wave-instruction occupies its unit. MFMA: 5.0 PFLOP/s dense fp8 / (256 CUs x 4 SIMDs x 2.4 GHz) is 2,035
-# FLOP a clock, so 65,536 take 32; the K = 32 form keeps CDNA3's rate, 2.6 PFLOP/s / (304 x 4 x 2.1 GHz), so 16,384 take
-# 16. VALU: 64 lanes on 16, transcendentals at a quarter of that. LDS: 128 bytes a clock for the CU. Any other
-# instruction takes a wave's issue slot, one every 4 clocks.
+# Clocks a wave-instruction occupies its unit; `--mca` sets LLVM's beside them. MFMA: 5.0 PFLOP/s dense fp8 / (256 CUs
+# x 4 SIMDs x 2.4 GHz) is 2,035 FLOP a clock, so 65,536 take 32; the K = 32 form keeps CDNA3's rate, 2.6 PFLOP/s / (304
+# x 4 x 2.1 GHz), so 16,384 take 16. VALU: 64 lanes on 16, transcendentals at a quarter of that, swaps at half. LDS: 128
+# bytes a clock for the CU. Any other instruction takes a wave's issue slot, one every 4 clocks.
 CLOCKS = {
     "mfma_k128": 32,
     "mfma_k32": 16,
     "valu": 4,
     "convert": 4,
+    "permlane_swap": 8,
     "transcendental": 16,
     "lds_read_b128": 8,
     "lds_read_tr_b8": 4,
@@ -70,6 +73,7 @@ CLOCKS = {
     "memory_other": 4,
     "scratch": 4,
 }
+VALU = {"valu", "convert", "permlane_swap", "transcendental", "agpr_move"}
 # Classes that have no business in the main loop.
 STRANGERS = {"mfma_other", "agpr_move", "lds_other", "memory_other", "scratch"}
 # First match wins.
@@ -85,6 +89,7 @@ CLASSES = (
     ("scratch", r"scratch_"),
     ("memory_other", r"(buffer|global|flat|s_load|s_buffer)_"),
     ("convert", r"v_cvt_"),
+    ("permlane_swap", r"v_permlane\d+_swap"),
     ("transcendental", r"v_(exp|log|rcp|rsq|sqrt)_"),
     ("valu", r"v_"),
     ("barrier", r"s_barrier"),
@@ -233,7 +238,7 @@ class Form:
             elif name.startswith(("lds", "load")):
                 unit = "LDS"
             else:
-                unit = "VALU" if name in ("valu", "convert", "transcendental", "agpr_move") else "issue"
+                unit = "VALU" if name in VALU else "issue"
             busy[unit] += count * CLOCKS[name] * (waves if unit == "LDS" else 1)
         return busy
 
@@ -245,8 +250,8 @@ class Form:
 
 
 @functools.cache
-def examine(config: Config, pairs: bool = True) -> Form:
-    kernel = compile_decode(config, pairs)
+def examine(config: Config, pairs: bool = True, s_q: int = 1) -> Form:
+    kernel = compile_decode(config, pairs, s_q=s_q)
     blocks = main_loop(kernel.asm["amdgcn"])
     counts = classify([i for block in blocks if not is_mask(block) for i in block])
     inside = sum(map(len, blocks))
@@ -260,13 +265,18 @@ def examine(config: Config, pairs: bool = True) -> Form:
 class Prediction:
     """Of one shape and configuration, none of it measured.
 
-    `units_us`: how long memory and each unit of a CU are busy in the main loop; `serial_us`: the CU's units one after
-    the other, nothing overlapping; `floor_us`: launch and bytes alone; `time_us`: the whole call.
+    `per_tile`: a wave's instructions of a full tile by class; `tile_bytes`: what a program reads for it; `tile_clocks`:
+    a full CU's clocks by unit for a tile of each of its programs. `units_us`: how long memory and each unit of a CU are
+    busy in the main loop; `serial_us`: the CU's units one after the other, nothing overlapping; `floor_us`: launch and
+    bytes alone; `time_us`: the whole call.
     """
 
     shape: str
     config: Config
     kv_bytes: int
+    per_tile: dict[str, float]
+    tile_bytes: int
+    tile_clocks: dict[str, float]
     floor_us: float
     units_us: dict[str, float]
     serial_us: float
@@ -277,10 +287,13 @@ class Prediction:
         return max(self.units_us, key=self.units_us.get)
 
 
+def code_of(config: Config) -> Config:
+    """The configuration whose code stands for it: splits are but a constant in it, unless they are merged there."""
+    return config if config.one_launch or config.splits == 1 else replace(config, splits=2)
+
+
 def predict(batch_size: int, kv_seq_len: int, config: Config, pairs: bool = True) -> Prediction:
-    # The number of splits is but a constant in the code, unless they are merged there.
-    merged = config.one_launch or config.splits == 1
-    form = examine(config if merged else replace(config, splits=2), pairs)
+    form = examine(code_of(config), pairs)
     programs = batch_size * config.splits
     slots = MI355X.num_cu * config.programs_per_cu
     on_a_cu = math.ceil(min(programs, slots) / MI355X.num_cu)
@@ -301,7 +314,10 @@ def predict(batch_size: int, kv_seq_len: int, config: Config, pairs: bool = True
     elif config.splits > 1:
         time_us += SECOND_LAUNCH_US + 2 * ROUND_TRIP_US + part_bytes / HBM_BYTES_PER_US
     shape = case_label({"batchsize": batch_size, "kvseqlen": kv_seq_len, "qseqlen": 1})
-    return Prediction(shape, config, kv_bytes, kv_bytes / HBM_BYTES_PER_US + LAUNCH_US, units_us, serial_us, time_us)
+    return Prediction(
+        shape, config, kv_bytes, form.per_tile, form.tokens * ROW_BYTES, form.clocks_per_tile(),
+        kv_bytes / HBM_BYTES_PER_US + LAUNCH_US, units_us, serial_us, time_us,
+    )  # fmt: skip
 
 
 def candidates(batch_size: int, kv_seq_len: int) -> list[Config]:
@@ -357,18 +373,20 @@ def _loop_table(titled: list[tuple[str, Form]]) -> Table:
 
 def _shape_table(predictions: list[Prediction], mean: bool) -> Table:
     table = Table(title="PREDICTION for one MI355X, never run on a card (us)")
-    for column in ("shape", "configuration", "MB", "HBM", "MFMA", "VALU", "LDS", "in turn", "bound", "time", "floor"):
+    columns = ["shape", "configuration", "tile KB", "tile clocks", "MB", "HBM", "MFMA", "VALU", "LDS", "in turn"]
+    for column in (*columns, "bound", "time", "floor"):
         table.add_column(column, justify="left" if column in ("shape", "configuration", "bound") else "right")
     for p in predictions:
         units = [f"{p.units_us[unit]:.1f}" for unit in ("HBM", "MFMA", "VALU", "LDS")]
         table.add_row(
-            p.shape, describe(p.config), f"{p.kv_bytes / 1e6:.1f}", *units, f"{p.serial_us:.1f}", p.bound,
+            p.shape, describe(p.config), f"{p.tile_bytes / 1e3:.1f}", f"{sum(p.tile_clocks.values()):.0f}",
+            f"{p.kv_bytes / 1e6:.1f}", *units, f"{p.serial_us:.1f}", p.bound,
             f"{p.time_us:.1f}", f"{p.floor_us:.1f}",
         )  # fmt: skip
     if mean:
         table.add_section()
         means = [geometric_mean([getattr(p, name) for p in predictions]) for name in ("time_us", "floor_us")]
-        table.add_row("geometric mean", *[""] * 8, *(f"{us:.1f}" for us in means))
+        table.add_row("geometric mean", *[""] * 10, *(f"{us:.1f}" for us in means))
     return table
 
 
@@ -403,30 +421,61 @@ def _as_json(titled: list[tuple[str, Form]], predictions: list[Prediction]) -> d
 
 
 def _changes(old: dict, new: dict) -> list[str]:
-    """What another Triton does differently: one line a figure."""
+    """What another Triton does differently: a line for each form, and the predicted times' geometric mean."""
     lines = []
     for title, loop in old["loops"].items():
         other = new["loops"][title]
-        for group in ("per_tile", "resources"):
+        differences = []
+        for group in ("resources", "per_tile"):
             for name in sorted(loop[group].keys() | other[group].keys()):
                 was, now = loop[group].get(name, 0), other[group].get(name, 0)
                 if was != now:
-                    lines.append(f"{title}: {name} {was:g} -> {now:g}")
-    return lines
+                    differences.append(f"{name} {was:g} -> {now:g}")
+        lines.append(f"{title}: {', '.join(differences) or 'nothing changes'}")
+    was, now = (geometric_mean([shape["time_us"] for shape in figures["shapes"]]) for figures in (old, new))
+    return [*lines, f"predicted geometric mean: {was:.1f} -> {now:.1f} us"]
 
 
-def _compare(figures: dict, python: Path) -> list[str]:
-    """What the report of another Python's Triton changes, or the error with which it ends."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "other.json"
-        command = [str(python), "-m", "bench.gfx950", "--json", str(path)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def _compare(figures: dict, folder: Path) -> list[str]:
+    """What the Triton in `folder` changes in the rows' figures, or the error with which it ends."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "other.json"
+        command = [sys.executable, "-m", "bench.gfx950", "--rows", "--json", str(path)]
+        environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if re.match(r"\w+(Error|Exception)\b", line)]
-            return [f"{python} cannot compile the kernel: {(errors or ['no error printed'])[0]}"]
+            return [f"the Triton in {folder} cannot compile the kernel: {(errors or ['no error printed'])[0]}"]
         other = json.loads(path.read_text())
-    changes = _changes(figures, other) or ["no figure changes"]
-    return [f"Triton {figures['triton']} -> {other['triton']}", *changes]
+    return [f"Triton {figures['triton']} -> {other['triton']}", *_changes(figures, other)]
+
+
+def mca_passes(tool: str, instructions: list[str]) -> list[float]:
+    """Passes of 4 clocks for which `tool`, LLVM's llvm-mca, keeps each instruction's unit busy on gfx950."""
+    done = subprocess.run(
+        [tool, "-mtriple=amdgcn-amd-amdhsa", "-mcpu=gfx950", "-instruction-tables"],
+        input="\n".join(instructions), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    # Micro-operations, latency, reciprocal throughput, flags, instruction.
+    found = re.findall(r"^ +\d+ +\d+ +(\d+\.\d+)[ *U]+\w+ ", done.stdout, re.M)
+    if len(found) != len(instructions):
+        raise RuntimeError(f"{tool}: expected {len(instructions)} instructions in its table, got {len(found)}")
+    return [float(passes) for passes in found]
+
+
+def _mca_table(tool: str) -> Table:
+    """The clocks charged and LLVM's for the classes of the main loop; one instruction of each mnemonic is asked for."""
+    blocks = main_loop(compile_decode(replace(submission._gfx950(4), splits=2)).asm["amdgcn"])
+    samples = {i.split()[0]: i for block in blocks for i in block if not i.startswith(("s_cbranch", "s_branch"))}
+    passes: dict[str, set[float]] = {}
+    for instruction, count in zip(samples.values(), mca_passes(tool, list(samples.values())), strict=True):
+        passes.setdefault(next(iter(classify([instruction]))), set()).add(count)
+    table = Table(title=f"Clocks of a wave-instruction: charged, and by {tool}")
+    for column in ("class", "charged", "llvm-mca"):
+        table.add_column(column, justify="left" if column == "class" else "right")
+    for name in sorted(passes, key=list(CLOCKS).index):
+        table.add_row(name, str(CLOCKS[name]), " or ".join(f"{4 * count:g}" for count in sorted(passes[name])))
+    return table
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -437,37 +486,52 @@ def main(
     all_forms: Annotated[bool, typer.Option("--forms", help="Every form for every shape, not only the rows.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the shapes there; needs matplotlib.")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Only the forms that the shapes' rows choose.")] = False,
     against: Annotated[
         Path | None,
-        typer.Option(
-            "--against", metavar="PYTHON", exists=True, dir_okay=False, help="Compare with this Python's Triton."
-        ),
+        typer.Option("--against", metavar="FOLDER", help="Only compare the rows with the Triton in this folder."),
+    ] = None,
+    mca: Annotated[
+        str | None,
+        typer.Option("--mca", metavar="TOOL", help="Only compare the clocks charged with this llvm-mca, LLVM 22 on."),
     ] = None,
 ) -> None:
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("it needs matplotlib: pip install -e '.[plot]'", param_hint="--plot")
+    if against and not (against / "triton").is_dir():
+        raise typer.BadParameter(f"expected a folder that holds a Triton, got {against}", param_hint="--against")
+    if mca and not shutil.which(mca):
+        raise typer.BadParameter(f"expected a program, got {mca}", param_hint="--mca")
     console = make_console()
+    if mca:
+        console.print(_mca_table(mca))
+        return
     shapes = [(case["batchsize"], case["kvseqlen"]) for case in BENCHMARKS]
-    titled = [
-        (f"{waves} wave{'s' * (waves > 1)}{'' if pairs else ', plain fp8'}",
-         examine(replace(submission._gfx950(waves), splits=2), pairs))
-        for waves in WAVES
-        for pairs in (True, False)
-    ]  # fmt: skip
     predictions = [
         predict(batch_size, kv_seq_len, config)
         for batch_size, kv_seq_len in shapes
         for config in (forms(batch_size, kv_seq_len) if all_forms else candidates(batch_size, kv_seq_len)[:1])
     ]
+    if rows or against:
+        codes = dict.fromkeys(code_of(p.config) for p in predictions)
+        titled = [(describe(config), examine(config)) for config in codes]
+    else:
+        titled = [
+            (f"{waves} wave{'s' * (waves > 1)}{'' if pairs else ', plain fp8'}",
+             examine(replace(submission._gfx950(waves), splits=2), pairs))
+            for waves in WAVES
+            for pairs in (True, False)
+        ]  # fmt: skip
     figures = _as_json(titled, predictions)
+    if against:
+        console.print("\n".join(_compare(figures, against)), markup=False, soft_wrap=True)
+        return
     console.print(_loop_table(titled))
     console.print(_shape_table(predictions, mean=not all_forms))
     if json_path:
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
     if plot:
         _draw(plot, predictions)
-    if against:
-        console.print("\n".join(_compare(figures, against)), markup=False)
 
 
 if __name__ == "__main__":
