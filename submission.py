@@ -17,8 +17,14 @@ Dispatch: `custom_kernel` looks its arguments' shapes up in `_PLANS`. The first 
 runs the candidates of `select_config` on them, drops each that is not right there and then, and keeps the fastest.
 Scratch and output are allocated once per shape; the returned tensor is valid until the next call of that shape.
 
-Environment: MLA_BACKEND=<arm> forces an arm; MLA_TUNE=0 takes the first arm that proves right, untimed; MLA_VERBOSE=1
-prints each arm's error and time; MLA_TUNE_SECONDS=<s> limits a first call (20), after which untried arms stay out.
+Caches: fp8 unless MLA_KV says otherwise. The mxfp4 cache holds half the bytes and rounds four times as coarsely, so by
+default (auto) an arm over it may only win where attention over it stays within the problem's written tolerance of
+attention over the bf16 cache (rtol 2e-2, atol 8e-3) on 99.5 % of the elements: MXFP4_MIN_KV_LEN and MXFP4_MIN_BATCH say
+where, and the first call of a shape checks it on its data.
+
+Environment: MLA_BACKEND=<arm> forces an arm; MLA_KV=fp8 never reads the mxfp4 cache, MLA_KV=mxfp4 always does, auto is
+the default; MLA_TUNE=0 takes the first arm that proves right, untimed; MLA_VERBOSE=1 prints each arm's error and time;
+MLA_TUNE_SECONDS=<s> limits a first call (20), after which untried arms stay out.
 """
 
 from __future__ import annotations
@@ -202,8 +208,145 @@ def _decode_fp8(
 
 
 @_jit
+def _e2m1(codes):
+    """The float32 values of E2M1 codes, uint8 0 .. 15 (sign, two exponent bits of bias 1, one mantissa bit).
+
+    Their bits at float32's sign and at bits 24 .. 22 are the value times 2^-126, denormals included.
+    """
+    codes = codes.to(tl.int32)
+    return (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@_jit
+def _e8m0(codes):
+    """The float32 scales 2^(code - 127) of E8M0 codes, uint8; 255 is NaN."""
+    bits = codes.to(tl.int32) << 23
+    bits = tl.where(codes == 0, 0x400000, tl.where(codes == 255, 0x7FC00000, bits))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@_jit
+def _mxfp4_pair(packed, scales):
+    """Packed E2M1 [n, blocks, 16] and E8M0 [n, blocks] as two bf16 [n, blocks * 16]: even dims, low nibbles, and odd.
+
+    Every product of an E2M1 value and a scale is a bf16 number, down to 2^-128; 2^128 and more become infinite.
+    """
+    n: tl.constexpr = packed.shape[0]
+    half: tl.constexpr = packed.shape[1] * 16
+    scale = _e8m0(scales)[:, :, None]
+    even = (_e2m1(packed & 15) * scale).to(tl.int32, bitcast=True) >> 16
+    odd = (_e2m1(packed >> 4) * scale).to(tl.int32, bitcast=True) >> 16
+    even = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    odd = odd.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return even.reshape(n, half), odd.reshape(n, half)
+
+
+@_jit
+def _load_mxfp4_tile(
+    kv_ptr, scale_ptr, n, first_row, kv_end, stride_kv_t, stride_scale_t, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Blocks [BLOCK, BLOCK + BLOCKS) of tile `n` of a sequence: packed [BLOCK_N, BLOCKS, 16], scales [BLOCK_N, BLOCKS].
+
+    Rows at or past `kv_end` read as zeros, whatever lies there.
+    """
+    offs_n = first_row + n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < kv_end
+    rows = offs_n.to(tl.int64)
+    offs_b = BLOCK + tl.arange(0, BLOCKS)
+    offs_kv = offs_b[:, None] * 16 + tl.arange(0, 16)[None, :]
+    packed_ptrs = kv_ptr + (rows * stride_kv_t)[:, None, None] + offs_kv[None, :, :]
+    scale_ptrs = scale_ptr + tl.multiple_of(rows * stride_scale_t, SCALE_ALIGN)[:, None] + offs_b[None, :]
+    packed = tl.load(packed_ptrs, mask=mask_n[:, None, None], other=0)
+    return packed, tl.load(scale_ptrs, mask=mask_n[:, None], other=0)
+
+
+@_jit
+def _decode_mxfp4(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kv_ptr,  # uint8 [total_kv, 288], two E2M1 codes each, the low nibble for the even dim
+    scale_ptr,  # uint8 [>= total_kv, >= 18], E8M0 codes, one for 32 dims
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp32 [total_q, SPLITS, 16, 512], normalised
+    lse_ptr,  # fp32 [total_q, SPLITS, 16], log2; -inf for an empty split
+    softmax_scale,  # sm_scale * log2(e)
+    s_q,
+    stride_q_t,
+    stride_q_h,
+    stride_kv_t,
+    stride_scale_t,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,  # what the address and the row stride of the scales are multiples of
+):
+    """Grid (SPLITS, total_q). With SPLITS == 1 writes `out_ptr`, else one partial per split.
+
+    The cache is exact in bf16 whatever its scales, and so is Q: only P is rounded, in products as in its sum. Even and
+    odd dims are kept apart, in Q and the output too, so that no nibble changes places.
+    """
+    H: tl.constexpr = 16
+    D: tl.constexpr = 512
+    HALF: tl.constexpr = 256
+    split = tl.program_id(0)
+    t = tl.program_id(1)
+    offs_h = tl.arange(0, H)
+    offs_d = tl.arange(0, HALF)
+    offs_r = tl.arange(0, 32)
+    # Q before KV: it would queue behind the tiles.
+    q_base = q_ptr + t.to(tl.int64) * stride_q_t + offs_h[:, None] * stride_q_h
+    qn_even = tl.load(q_base + 2 * offs_d[None, :])  # [16, 256]
+    qn_odd = tl.load(q_base + 2 * offs_d[None, :] + 1)
+    qr_even = tl.load(q_base + D + 2 * offs_r[None, :])  # [16, 32]
+    qr_odd = tl.load(q_base + D + 2 * offs_r[None, :] + 1)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
+
+    m = tl.full([H], float("-inf"), tl.float32)
+    norm = tl.zeros([H], tl.float32)
+    acc_even = tl.zeros([H, HALF], tl.float32)
+    acc_odd = tl.zeros([H, HALF], tl.float32)
+    nope, nope_scales = _load_mxfp4_tile(
+        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, 0, 16, BLOCK_N, SCALE_ALIGN
+    )
+    rope, rope_scales = _load_mxfp4_tile(
+        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, 16, 2, BLOCK_N, SCALE_ALIGN
+    )
+    for n in range(first, last):
+        # One decoding serves K and V; the next tile is on its way in registers meanwhile.
+        kn_even, kn_odd = _mxfp4_pair(nope, nope_scales)
+        kr_even, kr_odd = _mxfp4_pair(rope, rope_scales)
+        nope, nope_scales = _load_mxfp4_tile(
+            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, 0, 16, BLOCK_N, SCALE_ALIGN
+        )
+        rope, rope_scales = _load_mxfp4_tile(
+            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, 16, 2, BLOCK_N, SCALE_ALIGN
+        )
+        x = tl.dot(qr_odd, tl.trans(kr_odd), tl.dot(qr_even, tl.trans(kr_even)))
+        x = tl.dot(qn_odd, tl.trans(kn_odd), tl.dot(qn_even, tl.trans(kn_even), x)) * softmax_scale
+        mask_n = kv_start + n * BLOCK_N + tl.arange(0, BLOCK_N) < kv_end
+        x = tl.where(mask_n[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        rescale = tl.exp2(m - m_new)
+        p = tl.exp2(x - m_new[:, None]).to(tl.bfloat16)
+        norm = norm * rescale + tl.sum(p.to(tl.float32), 1)
+        acc_even = tl.dot(p, kn_even, acc_even * rescale[:, None])
+        acc_odd = tl.dot(p, kn_odd, acc_odd * rescale[:, None])
+        m = m_new
+
+    inverse = (1.0 / tl.where(first < last, norm, 1.0))[:, None]
+    o = tl.join(acc_even * inverse, acc_odd * inverse).reshape(H, D)
+    offs_o = offs_h[:, None] * D + tl.arange(0, D)[None, :]
+    if SPLITS == 1:
+        tl.store(out_ptr + t.to(tl.int64) * (H * D) + offs_o, o.to(tl.bfloat16))
+    else:
+        row = t.to(tl.int64) * SPLITS + split
+        tl.store(part_ptr + row * (H * D) + offs_o, o)
+        tl.store(lse_ptr + row * H + offs_h, m + tl.log2(norm))
+
+
+@_jit
 def _combine(
-    part_ptr,  # fp16 [total_q, SPLITS, 16, 512]
+    part_ptr,  # fp16 or fp32 [total_q, SPLITS, 16, 512]
     lse_ptr,  # fp32 [total_q, SPLITS, 16]
     kv_scale_ptr,  # fp32 [1]
     out_ptr,  # bf16 [total_q, 16, 512]
@@ -922,6 +1065,14 @@ TABLE: tuple[Row, ...] = (
     Row("gpu", None, None, _GPU),
 )
 
+# Over the mxfp4 cache wherever it is asked for.
+_MXFP4 = (Config("triton_mxfp4", block_n=32), Config("torch_chunked_mxfp4", splits=1))
+# From here on attention over the mxfp4 cache stays within the written tolerance, for standard normal inputs: of 8192
+# tokens 99.7 % of the elements do, of 1024 only 74 %, and four sequences vary too much to be sure of 99.5 %
+# (`python -m bench.mxfp4_policy`, docs/mxfp4.md).
+MXFP4_MIN_KV_LEN, MXFP4_MIN_BATCH = 8192, 32
+KV_CHOICES = ("fp8", "mxfp4", "auto")
+
 MAX_SPLITS = 32
 MAX_CANDIDATES = 6
 
@@ -951,18 +1102,32 @@ def choose_splits(rows: int, kv_len: int, block_n: int, num_cu: int, programs_pe
 
 
 def _with_splits(config: Config, rows: int, kv_len: int, target: Target) -> Config:
-    if config.splits or not target.num_cu:
+    if config.splits:
         return config
-    splits = choose_splits(rows, kv_len, config.block_n, target.num_cu, config.programs_per_cu)
+    # Triton's interpreter, the one way to run such a configuration without a GPU, runs one program at a time.
+    splits = choose_splits(rows, kv_len, config.block_n, target.num_cu or 1, config.programs_per_cu)
     return replace(config, splits=splits)
 
 
-def select_config(batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1) -> tuple[Config, ...]:
-    """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in."""
+def select_config(
+    batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1, kv: str = "auto"
+) -> tuple[Config, ...]:
+    """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in.
+
+    kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
+    tokens or MXFP4_MIN_BATCH sequences.
+    """
+    if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
+        kv = "fp8"
     for row in TABLE:
         if row.target == target.name and row.batch_size in (None, batch_size) and row.kv_seq_len in (None, kv_seq_len):
+            configs = row.configs + _MXFP4 if kv == "mxfp4" else row.configs
             rows = batch_size * q_seq_len
-            return tuple(_with_splits(config, rows, kv_seq_len, target) for config in row.configs)
+            return tuple(
+                _with_splits(config, rows, kv_seq_len, target)
+                for config in configs
+                if kv == "auto" or (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4")
+            )
     raise ValueError(f"target: expected one of {sorted({row.target for row in TABLE})}, got {target.name!r}")
 
 
@@ -1043,6 +1208,8 @@ def check_arguments(data: object) -> None:
     _expect(tuple(mxfp4.shape) == (total_kv, 1, D_QK // 2), "kv_data['mxfp4'][0]",
             f"shape {(total_kv, 1, D_QK // 2)}", tuple(mxfp4.shape))  # fmt: skip
     _check_tensor("kv_data['mxfp4'][1]", mxfp4_scale, e8m0, 2, device)
+    for i, x in enumerate((mxfp4, mxfp4_scale)):
+        _expect(x.stride(-1) == 1, f"kv_data['mxfp4'][{i}]", "a last dimension of stride 1", f"strides {x.stride()}")
     _expect(mxfp4_scale.shape[0] >= total_kv and mxfp4_scale.shape[1] >= D_QK // 32, "kv_data['mxfp4'][1]",
             f"at least {(total_kv, D_QK // 32)}", tuple(mxfp4_scale.shape))  # fmt: skip
     for name, x in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
@@ -1119,6 +1286,7 @@ _OUT: dict[tuple, torch.Tensor] = {}
 _PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 _TICKETS: dict[tuple, torch.Tensor] = {}
 _BMM: dict[tuple, tuple[torch.Tensor, ...]] = {}
+_UNIT_SCALE: dict[tuple, torch.Tensor] = {}
 
 
 def _scratch(store: dict, key: tuple, make: Callable[[], object]):
@@ -1136,14 +1304,14 @@ def _output(problem: Problem) -> torch.Tensor:
     return _scratch(_OUT, key, lambda: torch.empty(shape, dtype=torch.bfloat16, device=problem.device))
 
 
-def _partials(problem: Problem, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised fp16 partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
+def _partials(problem: Problem, splits: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
     shape = (problem.total_q, splits, H_Q)
     return _scratch(
         _PARTIALS,
-        (problem.device, *shape),
+        (problem.device, dtype, *shape),
         lambda: (
-            torch.empty(*shape, D_V, dtype=torch.float16, device=problem.device),
+            torch.empty(*shape, D_V, dtype=dtype, device=problem.device),
             torch.empty(shape, dtype=torch.float32, device=problem.device),
         ),
     )
@@ -1170,6 +1338,29 @@ def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     if config.splits > 1:
         _launch_combine(part, lse, kv_scale, out, dependent=False)
     return out
+
+
+def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
+    """Two launches, or one when the sequences are not split. Partials are float32: values may exceed fp16's range."""
+    q, kv_data, _, kv_indptr, _ = data
+    packed, scales = (x.view(torch.uint8) for x in kv_data["mxfp4"])  # Triton takes neither of their own dtypes
+    problem, config = plan.problem, plan.config
+    out = _output(problem)
+    part, lse = _partials(problem, config.splits, torch.float32) if config.splits > 1 else (out, out)
+    bits = scales.data_ptr() | scales.stride(0) | 16
+    _decode_mxfp4[(config.splits, problem.total_q)](
+        q, packed, scales, kv_indptr, out, part, lse, problem.sm_scale * LOG2E, problem.q_seq_len,
+        q.stride(0), q.stride(1), packed.stride(0), scales.stride(0),
+        SPLITS=config.splits, BLOCK_N=config.block_n, SCALE_ALIGN=bits & -bits, num_warps=config.num_warps,
+    )  # fmt: skip
+    if config.splits > 1:
+        _launch_combine(part, lse, _unit_scale(problem.device), out, dependent=False)
+    return out
+
+
+def _unit_scale(device: torch.device) -> torch.Tensor:
+    """float32 [1], 1: the combine's cache scale where the values carry their own."""
+    return _scratch(_UNIT_SCALE, (device,), lambda: torch.ones(1, dtype=torch.float32, device=device))
 
 
 def combine_shape(splits: int) -> tuple[int, int, int]:
@@ -1260,6 +1451,21 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
     return out
 
 
+def _dequantize(kv_data: dict, kv: str, start: int, end: int) -> torch.Tensor:
+    """Rows [start, end) of the cache named `kv` as float32 (end - start, 576)."""
+    if kv == "bf16":
+        return kv_data["bf16"][start:end, 0].float()
+    values, scales = kv_data[kv]
+    if kv == "fp8":
+        return values[start:end, 0].float() * scales
+    packed = values.view(torch.uint8)[start:end, 0]
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    codes = torch.stack([packed & 15, packed >> 4], dim=2).view(-1, D_QK // 32, 32).int()
+    bits = scales.view(torch.uint8)[start:end, : D_QK // 32].int()
+    powers = (bits << 23).masked_fill_(bits == 0, 0x400000).masked_fill_(bits == 255, 0x7FC00000).view(torch.float32)
+    return (torch.cat([magnitudes, -magnitudes])[codes] * powers[:, :, None]).view(-1, D_QK)
+
+
 CHUNK_BYTES = 64 << 20
 
 
@@ -1271,7 +1477,6 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
     """
     q, kv_data, _, kv_indptr, config = data
     s_q, device = config["q_seq_len"], q.device
-    cache, cache_scale = (kv_data["bf16"], None) if kv == "bf16" else kv_data[kv]
     out = torch.empty(q.shape[0], H_Q, D_V, dtype=torch.float32, device=device)
     chunk = CHUNK_BYTES // (4 * D_QK)
     indptr = kv_indptr.tolist()
@@ -1284,9 +1489,7 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
         acc = torch.zeros(s_q * H_Q, D_V, device=device)
         for start in range(indptr[b], indptr[b + 1], chunk):
             end = min(start + chunk, indptr[b + 1])
-            k = cache[start:end, 0].float()
-            if cache_scale is not None:
-                k *= cache_scale
+            k = _dequantize(kv_data, kv, start, end)
             x = qb @ k.T
             if s_q > 1:
                 unseen = torch.arange(start, end, device=device) >= indptr[b + 1] - hidden[:, None]
@@ -1304,8 +1507,8 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
 
 
 def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
-    """`_attend_float32` over the bf16 cache."""
-    return _output(plan.problem).copy_(_attend_float32(data, "bf16"))
+    """`_attend_float32` over the arm's cache."""
+    return _output(plan.problem).copy_(_attend_float32(data, plan.selection.kv))
 
 
 EXACT_ERROR = 1e-2
@@ -1367,8 +1570,10 @@ ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", _no_hopper, _run_hopper_fp8),
     "gfx950_fp8": Arm("fp8", _no_gfx950, _run_gfx950_fp8),
     "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
+    "triton_mxfp4": Arm("mxfp4", _no_gpu_triton, _run_triton_mxfp4),
     "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
+    "torch_chunked_mxfp4": Arm("mxfp4", lambda problem: None, _run_torch_chunked, last_resort=True),
 }
 
 
@@ -1932,6 +2137,9 @@ TUNE_RUNS = 12
 TUNE_MARGIN = 0.02
 GAIN_TOLERANCE = 0.01
 ROW_FACTOR = 3.0
+# The problem's written tolerance, and the share of elements that the mxfp4 cache must keep within it.
+RTOL, ATOL = 2e-2, 8e-3
+MIN_SHARE_WITHIN = 0.995
 
 _CHOICES: dict[tuple, Config] = {}
 _LOCK = threading.RLock()
@@ -2012,6 +2220,11 @@ def _fault(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> tu
     return error, None
 
 
+def _share_within(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """The share of elements of `output` within the written tolerance of `expected`."""
+    return ((output - expected).abs() <= ATOL + RTOL * expected.abs()).double().mean().item()
+
+
 class _ColdTimer:
     """Times calls in microseconds: between events behind an asynchronous flush on a GPU, by the clock elsewhere."""
 
@@ -2058,10 +2271,13 @@ def _try(data: tuple, plan: Plan, expected: torch.Tensor, timer: _ColdTimer | No
     return error, sorted(times_us)[len(times_us) // 2]
 
 
-def _choose(data: tuple, problem: Problem, candidates: tuple[Config, ...], tune: bool) -> Config:
+def _choose(
+    data: tuple, problem: Problem, candidates: tuple[Config, ...], tune: bool, any_cache: bool = False
+) -> Config:
     """The fastest candidate that proves right on `data`; without `tune`, the first one that does.
 
-    Every other candidate is named on stderr with its reason. Raises RuntimeError with all reasons if none is left.
+    Unless `any_cache`, the mxfp4 cache must itself be within tolerance of the bf16 cache on `data`. Every candidate
+    that is dropped is named on stderr with its reason. Raises RuntimeError with all reasons if none is left.
     """
     seconds = float(os.environ.get("MLA_TUNE_SECONDS", TUNE_SECONDS))
     deadline = time.monotonic() + seconds
@@ -2081,6 +2297,12 @@ def _choose(data: tuple, problem: Problem, candidates: tuple[Config, ...], tune:
             plan = bind(problem, config)
             if kv not in expected:
                 expected[kv] = _attend_float32(data, kv)
+            if kv == "mxfp4" and not any_cache:
+                if "bf16" not in expected:
+                    expected["bf16"] = _attend_float32(data, "bf16")
+                share = _share_within(expected[kv], expected["bf16"])
+                if share < MIN_SHARE_WITHIN:
+                    raise RuntimeError(f"its cache keeps {share:.2%} of the elements in tolerance")
             error, time_us = _try(data, plan, expected[kv], timer)
         except Exception as failure:
             reasons.append(f"{config.arm} ({_describe(config)}): {failure}")
@@ -2106,21 +2328,29 @@ def _make_plan(data: tuple) -> Plan:
     check_arguments(data)
     problem = problem_of(data)
     forced, tune = os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_TUNE", "1") != "0"
-    choice = (replace(problem, sm_scale=1.0), forced)
+    kv = os.environ.get("MLA_KV") or "auto"
+    _expect(kv in KV_CHOICES, "MLA_KV", f"one of {', '.join(KV_CHOICES)}", repr(kv))
+    choice = (replace(problem, sm_scale=1.0), forced, kv)
     if choice not in _CHOICES:
-        _CHOICES[choice] = _settle(data, problem, forced, tune)
+        _CHOICES[choice] = _settle(data, problem, forced, kv, tune)
     return bind(problem, _CHOICES[choice])
 
 
-def _settle(data: tuple, problem: Problem, forced: str, tune: bool) -> Config:
+def _settle(data: tuple, problem: Problem, forced: str, kv: str, tune: bool) -> Config:
     target = _target(problem.device)
-    candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len)
+    if forced in ARMS:
+        reads = ARMS[forced].kv
+        _expect(kv == "auto" or (reads == "mxfp4") == (kv == "mxfp4"), "MLA_BACKEND", f"an arm for MLA_KV={kv}",
+                f"{forced}, which reads the {reads} cache")  # fmt: skip
+        kv = "mxfp4" if reads == "mxfp4" else "fp8"
+    elif kv == "auto" and not problem.uniform:
+        kv = "fp8"  # some sequence is shorter than kv_seq_len
+    candidates = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len, kv)
     if forced:
-        target = replace(target, num_cu=target.num_cu or 1)
         default = _with_splits(Config(forced), problem.total_q, problem.kv_seq_len, target)
         config = next((config for config in candidates if config.arm == forced), default)
         bind(problem, config)
-        return _choose(data, problem, (config,), tune=False)
+        return _choose(data, problem, (config,), tune=False, any_cache=True)
     reasons = {config: ARMS[config.arm].why_not(problem) for config in candidates}
     eligible = tuple(config for config in candidates if reasons[config] is None)[:MAX_CANDIDATES]
     passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(eligible[0])]]
@@ -2129,7 +2359,7 @@ def _settle(data: tuple, problem: Problem, forced: str, tune: bool) -> Config:
     elif target.name == "cpu":
         _say_once(f"no GPU in use, so {eligible[0].arm} computes on the CPU")
     # The last resort is the yardstick itself: there is nothing to check it against.
-    return eligible[0] if ARMS[eligible[0].arm].last_resort else _choose(data, problem, eligible, tune)
+    return eligible[0] if ARMS[eligible[0].arm].last_resort else _choose(data, problem, eligible, tune, kv == "mxfp4")
 
 
 _last: Plan | None = None
@@ -2162,7 +2392,7 @@ def _key(data: tuple) -> tuple:
         (x.shape, x.stride(), x.dtype, x.device) for x in (q, fp8_scale, qo_indptr, kv_indptr)
     )
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, bf16))
-    return layout, sizes, grad, tuple(config.items()), os.environ.get("MLA_BACKEND", "")
+    return layout, sizes, grad, tuple(config.items()), os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_KV", "")
 
 
 def custom_kernel(data: tuple) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The portable Triton kernels in Triton's interpreter, to be called in a process of its own.
 
 Triton decides when it is imported whether it interprets or compiles, so one process cannot do both. `interpreter()` is
-an executor whose process interprets; submit `run` or `call` to it.
+an executor whose process interprets; submit `run`, `run_mxfp4` or `call` to it.
 """
 
 import concurrent.futures
@@ -11,6 +11,26 @@ import os
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
+
+import submission
+
+
+def _repair_dot():
+    """Triton's interpreter keeps bf16 as integers and multiplies them as such in `tl.dot`; this makes it use floats."""
+    from triton.runtime import interpreter as triton_interpreter
+
+    builder, bf16, fp32 = triton_interpreter.InterpreterBuilder, tl.bfloat16, tl.float32
+    create_dot = builder.create_dot
+
+    def widened(self, x):
+        return self.cast_impl(x, fp32) if x.dtype.scalar == bf16 else x
+
+    def create_dot_of_floats(self, a, b, *rest):
+        return create_dot(self, widened(self, a), widened(self, b), *rest)
+
+    builder.create_dot = create_dot_of_floats
 
 
 @contextlib.contextmanager
@@ -18,14 +38,12 @@ def interpreter():
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         spawn = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-            pool.submit(int).result()  # starts the process while the environment holds
+            pool.submit(_repair_dot).result()  # starts the process while the environment holds
             yield pool
 
 
 def run(data, splits, block_n=64):
     """The fp8 decode in two launches (or one), on partials and an output full of NaN."""
-    import submission
-
     q, kv_data, _, kv_indptr, config = data
     kv, kv_scale = kv_data["fp8"]
     total_q = q.shape[0]
@@ -41,9 +59,43 @@ def run(data, splits, block_n=64):
     return out
 
 
+def run_mxfp4(data, splits, block_n=64, combine=True):
+    """The mxfp4 decode likewise; with `combine` False its partials and their LSE."""
+    q, kv_data, _, kv_indptr, config = data
+    packed, scales = (x.view(torch.uint8) for x in kv_data["mxfp4"])
+    total_q = q.shape[0]
+    out = torch.full((total_q, 16, 512), float("nan"), dtype=torch.bfloat16)
+    part = torch.full((total_q, splits, 16, 512), float("nan"))
+    lse = torch.full((total_q, splits, 16), float("nan"))
+    submission._decode_mxfp4[(splits, total_q)](
+        q, packed, scales, kv_indptr, out, part, lse, config["sm_scale"] * submission.LOG2E, config["q_seq_len"],
+        q.stride(0), q.stride(1), packed.stride(0), scales.stride(0), SPLITS=splits, BLOCK_N=block_n, SCALE_ALIGN=1,
+    )  # fmt: skip
+    if not combine:
+        return part, lse
+    if splits > 1:
+        submission._launch_combine(part, lse, torch.ones(1), out, dependent=False)
+    return out
+
+
+@triton.jit
+def _pairs(packed_ptr, scale_ptr, even_ptr, odd_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scales = tl.load(scale_ptr + tl.arange(0, N)[:, None])
+    even, odd = submission._mxfp4_pair(tl.load(packed_ptr + offs).reshape(N, 1, 16), scales)
+    tl.store(even_ptr + offs, even)
+    tl.store(odd_ptr + offs, odd)
+
+
+def decode_pairs(packed, scales):
+    """`_mxfp4_pair` of packed uint8 (n, 16) and scale codes (n, 1): the even and the odd dims, bf16 (n, 16) each."""
+    n = packed.shape[0]
+    even, odd = torch.empty(2, n, 16, dtype=torch.bfloat16)
+    _pairs[(1,)](packed, scales, even, odd, n)
+    return even, odd
+
+
 def call(data, backend):
     """`custom_kernel` with an arm forced, and what it says it ran."""
-    import submission
-
     with mock.patch.dict(os.environ, MLA_BACKEND=backend):
         return submission.custom_kernel(data).clone(), submission.last_run()

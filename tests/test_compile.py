@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections import Counter
 
 import pytest
 from triton import knobs
@@ -34,14 +35,17 @@ HOPPER = {
 }  # fmt: skip
 
 
+MXFP4 = {**PORTABLE, "kv_ptr": "*u8", "scale_ptr": "*u8", "part_ptr": "*fp32", "stride_scale_t": "i32"}
+
+
 def compile_kernel(kernel, types, constants, target, source=ASTSource, **options):
-    """Compiles as the launcher does: pointers and strides divisible by 16, everything else unknown."""
+    """Compiles as the launcher does: pointers and strides but of scales divisible by 16, everything else unknown."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or name.startswith("stride")
+        if signature[name].startswith("*") or (name.startswith("stride") and "scale" not in name)
     }
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     return compile(source(kernel, signature, constexprs=constexprs, attrs=attrs), target=target, options=options)
@@ -67,6 +71,22 @@ def test_portable_decode_compiles(name, target):
             assert conversions == elements // (2 * 32 * num_warps), "the tile is converted more than once"
         else:
             assert "ds_read_u8" not in compiled.asm["amdgcn"]
+
+
+@pytest.mark.parametrize("target", [SM90, GFX950], ids=["sm_90", "gfx950"])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_portable_mxfp4_decode_compiles(target, splits):
+    """The packed cache is loaded by 16 bytes, the scales by 8 (rows of 24) but for the two of the rope part."""
+    constants = {"SPLITS": splits, "BLOCK_N": 32, "SCALE_ALIGN": 8}
+    compiled = compile_kernel(submission._decode_mxfp4, MXFP4, constants, target, num_warps=8)
+    if target is SM90:
+        loads = Counter(re.findall(r"ld\.global\.(\S+)", compiled.asm["ptx"]))
+        # Each before the loop and in it.
+        assert loads["v4.b32"] == 4 and loads["b8"] == 2
+    else:
+        asm = compiled.asm["amdgcn"]
+        assert asm.count("global_load_dwordx4") == 2 and asm.count("global_load_ubyte") == 4
+        assert re.search(r"\.vgpr_spill_count: +0\n", asm)
 
 
 @pytest.mark.parametrize("target", [SM90, GFX950], ids=["sm_90", "gfx950"])

@@ -25,7 +25,7 @@ def fresh_module_state(monkeypatch):
     for name in ("_PLANS", "_CHOICES", "_OUT", "_PARTIALS", "_TICKETS", "_BMM"):
         monkeypatch.setattr(submission, name, {})
     monkeypatch.setattr(submission, "_said", set())
-    for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS"):
+    for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS", "MLA_KV"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -193,6 +193,11 @@ BAD_ARGUMENTS = {
         edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1][:, :17])}),
         ValueError,
         r"kv_data\['mxfp4'\]\[1\]: expected at least \(134, 18\), got \(256, 17\)",
+    ),
+    "mxfp4 not unit stride": (
+        edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0].view(torch.uint8).repeat(1, 1, 2)[..., ::2], KV["mxfp4"][1])}),
+        ValueError,
+        r"kv_data\['mxfp4'\]\[0\]: expected a last dimension of stride 1",
     ),
     "other device": (edit(GOOD, kv_indptr=KVI.to("meta")), ValueError, r"kv_indptr: expected device cpu .* got meta"),
     "indptr dtype": (edit(GOOD, kv_indptr=KVI.long()), TypeError, "kv_indptr: expected dtype torch.int32"),
@@ -448,3 +453,94 @@ def test_steady_state_runs_the_arm_once(plant):
     runs.clear()
     submission.custom_kernel(data)
     assert len(runs) == 1
+
+
+# ---- the mxfp4 cache
+
+
+def test_cache_is_dequantised_as_by_the_reference():
+    data = ragged_input([200, 0, 65], s_q=2)
+    assert relative_error(submission._attend_float32(data, "mxfp4"), reference.oracle(data, "mxfp4")) < 1e-6
+    # Every E2M1 code in every position, under every scale; 255 is NaN.
+    packed = torch.arange(256, dtype=torch.uint8).repeat(256, 2)[:, None, :288]
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 18)
+    rows = submission._dequantize({"mxfp4": (packed, scales)}, "mxfp4", 0, 256)
+    assert torch.equal(rows[:255], reference.dequantize_mxfp4(packed[:255, 0], scales[:255]))
+    assert rows[255].isnan().all()
+
+
+def test_asked_for_mxfp4_is_read_on_a_cpu_too(monkeypatch, capsys):
+    monkeypatch.setenv("MLA_KV", "mxfp4")
+    data = ragged_input([100, 0, 65])
+    output = submission.custom_kernel(data)
+    assert (submission.last_run().arm, submission.last_run().kv) == ("torch_chunked_mxfp4", "mxfp4")
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < 3e-3
+    assert "fell back to torch_chunked_mxfp4 (triton_mxfp4: the inputs are on cpu" in capsys.readouterr().err
+    monkeypatch.setenv("MLA_KV", "fp8")
+    submission.custom_kernel(data)
+    assert submission.last_run().kv == "bf16", "the plan of the other cache is not reused"
+
+
+def test_unknown_cache_is_named(monkeypatch):
+    monkeypatch.setenv("MLA_KV", "int4")
+    with pytest.raises(ValueError, match="MLA_KV: expected one of fp8, mxfp4, auto, got 'int4'"):
+        submission.custom_kernel(GOOD)
+
+
+@pytest.mark.parametrize("arm, kv", [("torch_chunked_mxfp4", "fp8"), ("torch_chunked", "mxfp4")])
+def test_forced_arm_that_reads_another_cache_is_refused(monkeypatch, arm, kv):
+    monkeypatch.setenv("MLA_BACKEND", arm)
+    monkeypatch.setenv("MLA_KV", kv)
+    with pytest.raises(ValueError, match=f"MLA_BACKEND: expected an arm for MLA_KV={kv}, got {arm}, which reads"):
+        submission.custom_kernel(GOOD)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_candidates_by_cache(target):
+    for kv_seq_len in (1024, 8192):
+        for kv in ("fp8", "auto"):
+            for batch_size in (4, 32):
+                read = {ARMS[config.arm].kv for config in select_config(batch_size, kv_seq_len, target, kv=kv)}
+                assert "mxfp4" not in read or (kv, batch_size, kv_seq_len) == ("auto", 32, 8192)
+        read = {ARMS[config.arm].kv for config in select_config(4, kv_seq_len, target, kv="mxfp4")}
+        assert read == {"mxfp4"}
+
+
+@pytest.fixture
+def plant_mxfp4(plant, monkeypatch):
+    """A fast arm over the mxfp4 cache before a slow one over bf16, on offer from 64 tokens a sequence on."""
+    plant(packed=lambda data, plan: submission._run_torch_chunked(data, plan), slow=slow)
+    submission.ARMS["packed"] = replace(submission.ARMS["packed"], kv="mxfp4")
+    monkeypatch.setattr(submission, "MXFP4_MIN_KV_LEN", 64)
+    monkeypatch.setattr(submission, "MXFP4_MIN_BATCH", 2)
+
+
+def finer(data):
+    """The case with a bf16 cache that the mxfp4 one holds exactly."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    bf16 = submission._dequantize(kv_data, "mxfp4", 0, kv_data["bf16"].shape[0]).bfloat16()[:, None]
+    return q, {**kv_data, "bf16": bf16}, qo_indptr, kv_indptr, config
+
+
+def test_mxfp4_wins_unasked_only_within_tolerance(plant_mxfp4, monkeypatch, capsys):
+    data = reference.generate_input(2, 1, 64, 3)
+    submission.custom_kernel(data)
+    assert submission.last_run().arm == "slow"
+    assert "dropped packed (splits=1): its cache keeps" in capsys.readouterr().err
+    for name in ("_PLANS", "_CHOICES"):
+        monkeypatch.setattr(submission, name, {})
+    submission.custom_kernel(finer(data))
+    assert submission.last_run().arm == "packed"
+
+
+def test_mxfp4_asked_for_need_not_be_within_tolerance(plant_mxfp4, monkeypatch):
+    monkeypatch.setenv("MLA_KV", "mxfp4")
+    monkeypatch.setattr(submission, "_MXFP4", ())
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "packed"
+
+
+@pytest.mark.parametrize("lengths, kv_seq_len", [([64, 63], 64), ([63, 63], 63), ([64], 64)])
+def test_mxfp4_is_not_on_offer_for_shorter_sequences_or_a_small_batch(plant_mxfp4, lengths, kv_seq_len):
+    submission.custom_kernel(finer(ragged_input(lengths, kv_seq_len=kv_seq_len)))
+    assert submission.last_run().arm == "slow"

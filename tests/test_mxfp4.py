@@ -1,0 +1,314 @@
+"""The portable mxfp4 decode in Triton's interpreter, against the float64 oracle over the same mxfp4 cache.
+
+The interpreter truncates where hardware rounds, P and the output: ACCURACY leaves room for that. The partials, which
+are float32, and the kernel on a GPU are held to KERNEL_ERROR.
+"""
+
+import math
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import reference
+import submission
+from bench import mxfp4_policy
+from submission import Config, bind, problem_of
+from task import BENCHMARKS, QK_HEAD_DIM
+from tests import interpreted
+from tests.inputs import ragged_input, relative_error
+
+ACCURACY = 5e-3
+KERNEL_ERROR = 3e-3
+BLOCKS = QK_HEAD_DIM // reference.MXFP4_BLOCK
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with interpreted.interpreter() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def run(pool):
+    yield lambda *args: pool.submit(interpreted.run_mxfp4, *args).result()
+
+
+def with_cache(data, packed, scales):
+    """The case with another mxfp4 cache, uint8 (total_kv, 1, 288) and (rows, columns)."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    return q, {**kv_data, "mxfp4": (packed, scales)}, qo_indptr, kv_indptr, config
+
+
+def codes_of(data):
+    """The mxfp4 cache of a case as uint8, its scales without their padding: (total_kv, 1, 288), (total_kv, 18)."""
+    packed, scales = (x.view(torch.uint8) for x in data[1]["mxfp4"])
+    return packed.clone(), scales[: packed.shape[0], :BLOCKS].clone()
+
+
+LENGTHS = {
+    "empty, one, tile - 1, tile, tile + 1": [0, 1, 63, 64, 65],
+    "mixed": [200, 3, 130, 0, 77],
+    "equal": [128, 128],
+}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_ragged_lengths_and_splits(run, lengths, splits):
+    data = ragged_input(lengths, seed=splits)
+    output = run(data, splits)
+    expected = reference.oracle(data, "mxfp4")
+    for b, length in enumerate(lengths):
+        if length == 0:
+            assert not output[b].any(), "an empty sequence yields zeros"
+        assert relative_error(output[b], expected[b]) < ACCURACY, f"sequence {b} of {length} tokens"
+
+
+@pytest.mark.parametrize("q_factor", [1.0, 6.0])
+def test_partials_combined_in_float64_are_within_the_kernel_error(run, q_factor):
+    data = ragged_input([700, 65], q_factor=q_factor)
+    part, lse = run(data, 3, 64, False)
+    empty = lse.isneginf()
+    weights = torch.softmax(lse.double() * math.log(2), 1)
+    output = (torch.where(empty[..., None], 0.0, part.double()) * weights[..., None]).sum(1)
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+
+
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_other_tile_heights(run, block_n):
+    data = ragged_input([block_n - 1, block_n, block_n + 1, 3 * block_n + 5])
+    assert relative_error(run(data, 2, block_n), reference.oracle(data, "mxfp4")) < ACCURACY
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_two_queries_are_bottom_right_causal(run, splits):
+    data = ragged_input([65, 1, 2, 130, 0], s_q=2)
+    output, expected = run(data, splits), reference.oracle(data, "mxfp4")
+    assert not output[2].any(), "the first of two queries over one token sees none"
+    assert relative_error(output, expected) < ACCURACY
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_outside_the_sequences_may_be_nan(run, splits):
+    """Scales before and after a sequence, in its own last tile too, are NaN."""
+    lengths, gap = [70, 64, 5], 40
+    data = ragged_input(lengths)
+    expected = reference.oracle(data, "mxfp4")
+    packed, scales = codes_of(data)
+    total = sum(lengths) + 4 * gap
+    moved_packed = torch.full((total, 1, 288), 0x77, dtype=torch.uint8)
+    moved_scales = torch.full((total, 24), 255, dtype=torch.uint8)
+    for b, length in enumerate(lengths):
+        start, moved = int(data[3][b]), int(data[3][b]) + (b + 1) * gap
+        moved_packed[moved : moved + length] = packed[start : start + length]
+        moved_scales[moved : moved + length, :BLOCKS] = scales[start : start + length]
+    # One indptr has no gaps, so each sequence runs alone.
+    for b, length in enumerate(lengths):
+        moved = int(data[3][b]) + (b + 1) * gap
+        alone = (
+            data[0][b : b + 1],
+            {"mxfp4": (moved_packed, moved_scales)},
+            None,
+            torch.tensor([moved, moved + length], dtype=torch.int32),
+            data[4],
+        )
+        assert relative_error(run(alone, splits)[0], expected[b]) < ACCURACY
+
+
+@pytest.mark.parametrize("columns", [18, 24, 25, 32])
+def test_strided_q_cache_and_scales(run, columns):
+    data = ragged_input([100, 37])
+    expected = reference.oracle(data, "mxfp4")
+    packed, scales = codes_of(data)
+    wide_q = torch.full((2, 20, 640), float("nan"), dtype=torch.bfloat16)
+    wide_q[:, 2:18, 32:608] = data[0]
+    wide_packed = torch.full((137, 1, 304), 0x77, dtype=torch.uint8)
+    wide_packed[:, :, 16:] = packed
+    wide_scales = torch.full((137, columns), 255, dtype=torch.uint8)
+    wide_scales[:, columns - BLOCKS :] = scales
+    strided = with_cache(data, wide_packed[:, :, 16:], wide_scales[:, columns - BLOCKS :])
+    assert relative_error(run((wide_q[:, 2:18, 32:608], *strided[1:]), 2), expected) < ACCURACY
+
+
+# ---- the format
+
+
+def test_every_code_under_every_scale_is_exact(pool):
+    """All 16 x 256, as low and as high nibble; scale 255 makes every code NaN, zero included."""
+    nibbles = torch.arange(16, dtype=torch.uint8)
+    packed = (nibbles | nibbles.flip(0) << 4).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None]
+    even, odd = pool.submit(interpreted.decode_pairs, packed, scales).result()
+    expected = reference.dequantize_mxfp4(packed, scales)
+    assert torch.equal(torch.stack([even, odd], 2).flatten(1).float()[:255], expected[:255])
+    assert even[255].isnan().all() and odd[255].isnan().all()
+
+
+def test_one_token_is_its_own_output(run):
+    """With q = 0 and one token the output is that token's values, bit for bit, under every scale that bf16 holds."""
+    data = ragged_input([1] * 16)
+    data[0].zero_()
+    packed, scales = codes_of(data)
+    scales[:, :16] = torch.arange(256, dtype=torch.uint8).clamp_(max=252).view(16, 16)
+    data = with_cache(data, packed, scales)
+    expected = reference.dequantize_mxfp4(packed[:, 0], scales)[:, None, :512].expand(-1, 16, -1)
+    # The interpreter loses denormals when it narrows the output.
+    normal = expected.abs() >= torch.finfo(torch.bfloat16).tiny
+    output = run(data, 1).float()
+    assert torch.equal(output[normal], expected[normal]) and normal.double().mean() > 0.8
+
+
+@pytest.mark.parametrize("block", [3, 17])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_scale_of_nan_surfaces_in_its_sequence_alone(run, block, splits):
+    data = ragged_input([100, 70, 64])
+    packed, scales = codes_of(data)
+    expected = reference.oracle(data, "mxfp4")
+    scales[100 + 33, block] = 255
+    output = run(with_cache(data, packed, scales), splits)
+    assert output[1].isnan().all(), "a key of NaN leaves no weight a number"
+    for b in (0, 2):
+        assert relative_error(output[b], expected[b]) < ACCURACY
+
+
+def test_scales_over_many_octaves_stay_exact(run):
+    """Blocks of dims 120 octaves apart, and tokens 12 apart within them: each block is as accurate as any."""
+    data = ragged_input([150, 64])
+    packed, scales = codes_of(data)
+    generator = torch.Generator().manual_seed(3)
+    octaves = torch.linspace(-60, 60, BLOCKS).round().int()
+    by_token = torch.randint(-11, 1, scales.shape, generator=generator)
+    scales = (scales.int() + octaves + by_token).to(torch.uint8)
+    q = data[0].float() * torch.exp2(-octaves.float()).repeat_interleave(32)
+    data = (q.bfloat16(), *with_cache(data, packed, scales)[1:])
+    expected = reference.oracle(data, "mxfp4").unflatten(2, (16, 32))
+    for splits in (1, 2):
+        output = run(data, splits).unflatten(2, (16, 32))
+        for block in range(16):
+            assert relative_error(output[:, :, block], expected[:, :, block]) < ACCURACY, f"block {block}"
+
+
+# ---- negative controls
+
+
+def neighbours_scale(packed, scales):
+    return packed, scales.roll(1, dims=1)
+
+
+def swapped_nibbles(packed, scales):
+    return packed << 4 | packed >> 4, scales
+
+
+def scale_stride_18(packed, scales):
+    padded = torch.full((scales.shape[0], 24), reference.E8M0_BIAS, dtype=torch.uint8)
+    padded[:, :BLOCKS] = scales
+    return packed, padded.flatten()[: scales.numel()].view_as(scales)
+
+
+def dropped_dims(packed, scales):
+    return torch.cat([packed[:, :, :64], torch.zeros_like(packed[:, :, :16]), packed[:, :, 80:]], 2), scales
+
+
+CONTROLS = [neighbours_scale, swapped_nibbles, scale_stride_18, dropped_dims]
+
+
+@pytest.fixture(scope="module")
+def judged():
+    return reference.generate_input(2, 1, 512, 42)
+
+
+def test_the_strict_check_passes_the_kernel(run, judged):
+    report = reference.strict_check(judged, run(judged, 2), kv="mxfp4")
+    assert report.passed, report.message
+
+
+@pytest.mark.parametrize("misread", CONTROLS, ids=lambda f: f.__name__)
+def test_the_strict_check_fails_a_misread_cache(run, judged, misread):
+    packed, scales = codes_of(judged)
+    output = run(with_cache(judged, *misread(packed, scales)), 2)
+    assert not reference.strict_check(judged, output, kv="mxfp4").passed
+
+
+def test_the_strict_check_fails_a_dropped_tile(run, judged):
+    q, kv_data, qo_indptr, _, config = judged
+    # Sequence 0 without its last tile, sequence 1 without its first.
+    outputs = [
+        run((q[b : b + 1], kv_data, None, torch.tensor([start, start + 448], dtype=torch.int32), config), 2)
+        for b, start in enumerate((0, 576))
+    ]
+    assert not reference.strict_check(judged, torch.cat(outputs), kv="mxfp4").passed
+
+
+# ---- dispatch
+
+
+@pytest.mark.parametrize("own_dtypes", [True, False])
+def test_custom_kernel_reaches_the_arm(pool, own_dtypes):
+    data = ragged_input([100, 64])
+    if not own_dtypes:
+        data = with_cache(data, *(x.view(torch.uint8) for x in data[1]["mxfp4"]))
+    output, selection = pool.submit(interpreted.call, data, "triton_mxfp4").result()
+    assert (selection.arm, selection.kv) == ("triton_mxfp4", "mxfp4")
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < ACCURACY
+
+
+# ---- policy
+
+
+def test_policy_report():
+    app = typer.Typer()
+    app.command()(mxfp4_policy.main)
+    result = CliRunner().invoke(app, ["--sequences", "2", "--kv", "64"])
+    assert result.exit_code == 0, result.output
+    assert "mxfp4 cache, exact" in result.output
+    assert mxfp4_policy.sure_share(0.9966, 0.0011, 4) < submission.MIN_SHARE_WITHIN
+    assert mxfp4_policy.sure_share(0.9966, 0.0011, submission.MXFP4_MIN_BATCH) > submission.MIN_SHARE_WITHIN
+
+
+# ---- on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA or ROCm GPU")
+CONFIGS = [Config("triton_mxfp4", splits=splits, block_n=block_n) for splits, block_n in ((1, 32), (4, 32), (7, 64))]
+
+
+def run_on_gpu(data, config):
+    plan = bind(problem_of(data), config)
+    return plan.run(data, plan)
+
+
+@needs_gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.splits}-{c.block_n}")
+@pytest.mark.parametrize(
+    "lengths, s_q, q_factor",
+    [([0, 1, 63, 64, 65, 700, 128], 1, 1.0), ([1000, 3000, 5, 0, 777], 3, 1.0), ([8192] * 2, 1, 10.0)],
+    ids=["edges", "three queries", "8192, q x 10"],
+)
+def test_error_and_bitwise_repeats_on_a_gpu(config, lengths, s_q, q_factor):
+    data = ragged_input(lengths, s_q, q_factor=q_factor, device="cuda")
+    output = run_on_gpu(data, config).clone()
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+    assert all(torch.equal(run_on_gpu(data, config), output) for _ in range(20))
+
+
+@needs_gpu
+def test_a_scale_of_nan_surfaces_in_its_sequence_alone_on_a_gpu():
+    data = ragged_input([100, 50, 200], device="cuda")
+    expected = reference.oracle(data, "mxfp4")
+    data[1]["mxfp4"][1].view(torch.uint8)[120, 2] = 255
+    output = run_on_gpu(data, CONFIGS[1])
+    assert output[1].isnan().all()
+    for b in (0, 2):
+        assert relative_error(output[b], expected[b]) < KERNEL_ERROR
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", BENCHMARKS, ids=lambda c: f"{c['batchsize']}x{c['kvseqlen']}")
+def test_official_shapes_pass_strictly_on_a_gpu(monkeypatch, case):
+    monkeypatch.setenv("MLA_KV", "mxfp4")
+    data = reference.generate_input(**case)
+    output = submission.custom_kernel(data)
+    assert submission.last_run().arm.endswith("_mxfp4") and submission.last_run().arm != "torch_chunked_mxfp4"
+    report = reference.strict_check(data, output, kv="mxfp4")
+    assert report.passed, report.message
