@@ -13,7 +13,7 @@ from bench.gfx950 import WAVES_PER_EU, compile_combine, compile_decode
 from submission import LOG2E, Config
 from task import NUM_HEADS, QK_HEAD_DIM, SM_SCALE, V_HEAD_DIM
 
-from . import Run, TritonKernel
+from . import Finding, Run, TritonKernel
 
 SUBMISSION = Path(submission.__file__)
 POISON = 0x7F  # an e4m3 NaN
@@ -60,13 +60,13 @@ def draw(
 
 @dataclass(frozen=True)
 class Result:
-    """The output of a call and what its decode launch left and did."""
+    """The output of a call, what its decode launch left, and what was found in its launches."""
 
     out: torch.Tensor
     part: torch.Tensor
     lse: torch.Tensor
     ticket: torch.Tensor
-    run: Run
+    unexpected: list[Finding]
 
 
 def _taken(kernel: TritonKernel, arguments: dict) -> dict:
@@ -103,19 +103,20 @@ def execute(
     scratch = {"out_ptr": out, "part_ptr": part, "lse_ptr": lse, "ticket_ptr": ticket}
     decode = TritonKernel(compile_decode(config, pairs, module, case.s_q))
     arguments = _taken(decode, inputs | scratch | scalars)
-    run = decode.launch((total_q, splits), arguments, read_only=tuple(inputs), **options)
+    found = unexpected(decode.launch((total_q, splits), arguments, read_only=tuple(inputs), **options))
     if splits > 1 and not config.one_launch:
         compiled, blocks_d = compile_combine(splits)
         arguments = {"part_ptr": part, "lse_ptr": lse, "kv_scale_ptr": case.kv_scale, "out_ptr": out}
         read_only = ("part_ptr", "lse_ptr", "kv_scale_ptr")
-        TritonKernel(compiled).launch((blocks_d, NUM_HEADS, total_q), arguments, read_only=read_only, **options)
-    return Result(out, part, lse, ticket, run)
+        combine = TritonKernel(compiled)
+        found += unexpected(combine.launch((blocks_d, NUM_HEADS, total_q), arguments, read_only=read_only, **options))
+    return Result(out, part, lse, ticket, found)
 
 
 class Emulated:
     """Stands in for a jitted kernel: `kernel[grid](...)` runs `compiled` in the emulator.
 
-    The launch must ask for the constants and options in `keywords`, or it is an AssertionError.
+    The launch must ask for the constants and options in `keywords` and read nothing unwritten: AssertionError else.
     """
 
     def __init__(self, fn, compiled, **keywords):
@@ -125,7 +126,8 @@ class Emulated:
     def __getitem__(self, grid):
         def launch(*args, **keywords):
             assert keywords == self.keywords
-            self.kernel.launch(grid, _taken(self.kernel, dict(zip(self.names, args, strict=True))))
+            run = self.kernel.launch(grid, _taken(self.kernel, dict(zip(self.names, args, strict=True))))
+            assert unexpected(run) == []
             self.launches += 1
 
         return launch
@@ -154,8 +156,10 @@ def error(result: Result, expected: torch.Tensor) -> float:
     return ((out - expected.flatten(1)).norm(dim=1) / torch.where(norms == 0, 1e-30, norms)).max().item()
 
 
-def unexpected(run: Run) -> list:
-    """Findings but for a harmless one: the unused upper half of v_mad_u64_u32's addend stays unwritten."""
+def unexpected(run: Run) -> list[Finding]:
+    """Findings but for a harmless one: where the lower half of v_mad_u64_u32's result is all that is used, the addend's
+    upper half stays unwritten.
+    """
     harmless = ("uninitialised register", "v_mad_u64_u32")
     return [f for f in run.findings if (f.kind, f.instruction.split("(")[0]) != harmless]
 

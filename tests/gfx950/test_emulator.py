@@ -109,10 +109,8 @@ def test_hooks_see_every_instruction():
 
         return run
 
-    zeros, names = (
-        torch.zeros(1, 16, 576, dtype=torch.uint8),
-        {"kv_scale": 1.0, "score_scale": 1.0, "s_kv": 1, "split_len": 1},
-    )
+    zeros = torch.zeros(1, 16, 576, dtype=torch.uint8)
+    names = {"kv_scale": 1.0, "score_scale": 1.0, "s_kv": 1, "split_len": 1}
     arguments = {"q_ptr": zeros, "kv_ptr": zeros, "partial_ptr": torch.zeros(16, 512), "lse_ptr": torch.zeros(16)}
     run = kernel.wrapped(trace).launch((1, 1), names | arguments)
     assert len(seen) == run.instructions and seen.count("s_endpgm") == 4
@@ -124,7 +122,7 @@ def test_triton_arguments_are_checked():
         kernel.launch((1, 1), {"q_ptr": zeros})
     names = {"kv_scale": 1.0, "score_scale": 1.0, "s_kv": 1, "split_len": 1}
     pointers = dict.fromkeys(("q_ptr", "kv_ptr", "partial_ptr", "lse_ptr"), zeros)
-    with pytest.raises(OutOfBounds, match=r"byte 64 of q_ptr \(64 bytes\)|of q_ptr"):
+    with pytest.raises(OutOfBounds, match="of q_ptr"):
         kernel.launch((1, 1), names | pointers)
     with pytest.raises(ValueError, match="contiguous"):
         kernel.launch((1, 1), names | pointers | {"q_ptr": torch.zeros(4, 4).T})

@@ -13,7 +13,7 @@ from submission import Config
 from task import BENCHMARKS, NUM_HEADS, QK_HEAD_DIM, SM_SCALE
 
 from . import OutOfBounds
-from .kernels import POISON, draw, emulated_kernels, error, execute, unexpected, with_fault
+from .kernels import POISON, draw, emulated_kernels, error, execute, with_fault
 
 EXACT = 2e-3
 PLAIN = 4e-2
@@ -37,7 +37,7 @@ def shapes_by_config() -> dict[Config, str]:
 
 def check(case, config, bound=EXACT, **options):
     result = execute(case, config, **options)
-    assert unexpected(result.run) == []
+    assert result.unexpected == []
     assert error(result, case.expected()) <= bound
     return result
 
