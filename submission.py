@@ -1149,6 +1149,7 @@ def _check_tensor(
     _expect(device is None or x.device == device, name, f"device {device} (that of q)", x.device)
 
 
+CONFIG_SIZES = ("batch_size", "q_seq_len", "kv_seq_len", "sm_scale")
 _CONFIG = {
     "num_heads": H_Q,
     "num_kv_heads": 1,
@@ -1175,7 +1176,7 @@ def check_arguments(data: object) -> None:
         _expect(isinstance(x, dict), name, "a dict", type(x).__name__, TypeError)
     for name in CACHE_NAMES:
         _expect(name in kv_data, f"kv_data[{name!r}]", "the key to be there", sorted(map(str, kv_data)), KeyError)
-    for name in ("batch_size", "q_seq_len", "kv_seq_len", "sm_scale", *_CONFIG):
+    for name in (*CONFIG_SIZES, *_CONFIG):
         _expect(name in config, f"config[{name!r}]", "the key to be there", sorted(map(str, config)), KeyError)
     for name, value in _CONFIG.items():
         _expect(config[name] == value, f"config[{name!r}]", str(value), config[name])
@@ -1184,7 +1185,7 @@ def check_arguments(data: object) -> None:
         _expect(not grad, name, "no gradient to be asked for (detach it or use torch.no_grad)", "requires_grad=True")
     batch_size, s_q, s_kv = (config[name] for name in ("batch_size", "q_seq_len", "kv_seq_len"))
     for name, value, least in (("batch_size", batch_size, 1), ("q_seq_len", s_q, 1), ("kv_seq_len", s_kv, 0)):
-        _expect(isinstance(value, int) and value >= least, f"config[{name!r}]", f"an int >= {least}", repr(value))
+        _expect(type(value) is int and value >= least, f"config[{name!r}]", f"an int >= {least}", repr(value))
     sm_scale = config["sm_scale"]
     _expect(isinstance(sm_scale, float) and 0 < sm_scale < float("inf"), "config['sm_scale']", "a float > 0", sm_scale)
 
@@ -1459,7 +1460,7 @@ def _dequantize(kv_data: dict, kv: str, start: int, end: int) -> torch.Tensor:
     if kv == "fp8":
         return values[start:end, 0].float() * scales
     packed = values.view(torch.uint8)[start:end, 0]
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=packed.device)
     codes = torch.stack([packed & 15, packed >> 4], dim=2).view(-1, D_QK // 32, 32).int()
     bits = scales.view(torch.uint8)[start:end, : D_QK // 32].int()
     powers = (bits << 23).masked_fill_(bits == 0, 0x400000).masked_fill_(bits == 255, 0x7FC00000).view(torch.float32)
@@ -1484,9 +1485,9 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
     for b in range(config["batch_size"]):
         rows = slice(b * s_q, (b + 1) * s_q)
         qb = q[rows].float().reshape(s_q * H_Q, D_QK) * config["sm_scale"]
-        m = torch.full((s_q * H_Q, 1), float("-inf"), device=device)
+        m = torch.full((s_q * H_Q, 1), float("-inf"), dtype=torch.float32, device=device)
         norm = torch.zeros_like(m)
-        acc = torch.zeros(s_q * H_Q, D_V, device=device)
+        acc = torch.zeros(s_q * H_Q, D_V, dtype=torch.float32, device=device)
         for start in range(indptr[b], indptr[b + 1], chunk):
             end = min(start + chunk, indptr[b + 1])
             k = _dequantize(kv_data, kv, start, end)
@@ -2141,6 +2142,41 @@ ROW_FACTOR = 3.0
 RTOL, ATOL = 2e-2, 8e-3
 MIN_SHARE_WITHIN = 0.995
 
+
+@dataclass(frozen=True)
+class Settings:
+    """The MLA_* environment variables; see the module's docstring."""
+
+    backend: str
+    kv: str
+    tune: bool
+    verbose: bool
+    tune_seconds: float
+
+
+def read_settings() -> Settings:
+    """Raises ValueError naming a variable whose value is none of those it can have."""
+
+    def one_of(name: str, default: str, *choices: str) -> str:
+        value = os.environ.get(name) or default
+        _expect(value == default or value in choices, name, f"one of {', '.join(choices)}", repr(value))
+        return value
+
+    seconds = os.environ.get("MLA_TUNE_SECONDS") or str(TUNE_SECONDS)
+    try:
+        positive = float(seconds) > 0
+    except ValueError:
+        positive = False
+    _expect(positive, "MLA_TUNE_SECONDS", "a number of seconds > 0", repr(seconds))
+    return Settings(
+        backend=one_of("MLA_BACKEND", "", *ARMS),
+        kv=one_of("MLA_KV", "auto", *KV_CHOICES),
+        tune=one_of("MLA_TUNE", "1", "0", "1") == "1",
+        verbose=one_of("MLA_VERBOSE", "0", "0", "1") == "1",
+        tune_seconds=float(seconds),
+    )
+
+
 _CHOICES: dict[tuple, Config] = {}
 _LOCK = threading.RLock()
 _said: set[str] = set()
@@ -2272,25 +2308,24 @@ def _try(data: tuple, plan: Plan, expected: torch.Tensor, timer: _ColdTimer | No
 
 
 def _choose(
-    data: tuple, problem: Problem, candidates: tuple[Config, ...], tune: bool, any_cache: bool = False
+    data: tuple, problem: Problem, candidates: tuple[Config, ...], settings: Settings, any_cache: bool = False
 ) -> Config:
-    """The fastest candidate that proves right on `data`; without `tune`, the first one that does.
+    """The fastest candidate that proves right on `data`; without `settings.tune`, the first one that does.
 
     Unless `any_cache`, the mxfp4 cache must itself be within tolerance of the bf16 cache on `data`. Every candidate
     that is dropped is named on stderr with its reason. Raises RuntimeError with all reasons if none is left.
     """
-    seconds = float(os.environ.get("MLA_TUNE_SECONDS", TUNE_SECONDS))
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + settings.tune_seconds
     label = f"{problem.batch_size}x{problem.kv_seq_len}"
     expected: dict[str, torch.Tensor] = {}
-    timer = _ColdTimer(problem.device) if tune and len(candidates) > 1 else None
+    timer = _ColdTimer(problem.device) if settings.tune and len(candidates) > 1 else None
     best: tuple[float, Config] | None = None
     reasons, lines = [], []
     for config in candidates:
         if best and ARMS[config.arm].last_resort:
             continue
         if best and time.monotonic() > deadline:
-            _say(f"{label}: {config.arm} not tried, the first call has taken its {seconds:g} s")
+            _say(f"{label}: {config.arm} not tried, the first call has taken its {settings.tune_seconds:g} s")
             continue
         kv = ARMS[config.arm].kv
         try:
@@ -2313,7 +2348,7 @@ def _choose(
             best = (time_us, config)
         if timer is None:
             break
-    if os.environ.get("MLA_VERBOSE") == "1":
+    if settings.verbose:
         for line in lines:
             _say(line)
         if best:
@@ -2327,18 +2362,17 @@ def _make_plan(data: tuple) -> Plan:
     """Checks the arguments, settles which configuration serves their shape, if that is still open, and binds it."""
     check_arguments(data)
     problem = problem_of(data)
-    forced, tune = os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_TUNE", "1") != "0"
-    kv = os.environ.get("MLA_KV") or "auto"
-    _expect(kv in KV_CHOICES, "MLA_KV", f"one of {', '.join(KV_CHOICES)}", repr(kv))
-    choice = (replace(problem, sm_scale=1.0), forced, kv)
+    settings = read_settings()
+    choice = (replace(problem, sm_scale=1.0), settings.backend, settings.kv)
     if choice not in _CHOICES:
-        _CHOICES[choice] = _settle(data, problem, forced, kv, tune)
+        _CHOICES[choice] = _settle(data, problem, settings)
     return bind(problem, _CHOICES[choice])
 
 
-def _settle(data: tuple, problem: Problem, forced: str, kv: str, tune: bool) -> Config:
+def _settle(data: tuple, problem: Problem, settings: Settings) -> Config:
     target = _target(problem.device)
-    if forced in ARMS:
+    forced, kv = settings.backend, settings.kv
+    if forced:
         reads = ARMS[forced].kv
         _expect(kv == "auto" or (reads == "mxfp4") == (kv == "mxfp4"), "MLA_BACKEND", f"an arm for MLA_KV={kv}",
                 f"{forced}, which reads the {reads} cache")  # fmt: skip
@@ -2350,7 +2384,7 @@ def _settle(data: tuple, problem: Problem, forced: str, kv: str, tune: bool) -> 
         default = _with_splits(Config(forced), problem.total_q, problem.kv_seq_len, target)
         config = next((config for config in candidates if config.arm == forced), default)
         bind(problem, config)
-        return _choose(data, problem, (config,), tune=False, any_cache=True)
+        return _choose(data, problem, (config,), settings, any_cache=True)
     reasons = {config: ARMS[config.arm].why_not(problem) for config in candidates}
     eligible = tuple(config for config in candidates if reasons[config] is None)[:MAX_CANDIDATES]
     passed_over = [f"{c.arm}: {reasons[c]}" for c in candidates[: candidates.index(eligible[0])]]
@@ -2359,7 +2393,9 @@ def _settle(data: tuple, problem: Problem, forced: str, kv: str, tune: bool) -> 
     elif target.name == "cpu":
         _say_once(f"no GPU in use, so {eligible[0].arm} computes on the CPU")
     # The last resort is the yardstick itself: there is nothing to check it against.
-    return eligible[0] if ARMS[eligible[0].arm].last_resort else _choose(data, problem, eligible, tune, kv == "mxfp4")
+    if ARMS[eligible[0].arm].last_resort:
+        return eligible[0]
+    return _choose(data, problem, eligible, settings, any_cache=kv == "mxfp4")
 
 
 _last: Plan | None = None
@@ -2392,7 +2428,8 @@ def _key(data: tuple) -> tuple:
         (x.shape, x.stride(), x.dtype, x.device) for x in (q, fp8_scale, qo_indptr, kv_indptr)
     )
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, bf16))
-    return layout, sizes, grad, tuple(config.items()), os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_KV", "")
+    values = tuple((config[name], type(config[name])) for name in (*CONFIG_SIZES, *_CONFIG))
+    return layout, sizes, grad, values, os.environ.get("MLA_BACKEND", ""), os.environ.get("MLA_KV", "")
 
 
 def custom_kernel(data: tuple) -> torch.Tensor:

@@ -95,6 +95,25 @@ def decode_pairs(packed, scales):
     return even, odd
 
 
+def run_far(data, splits, stride):
+    """`run` with the cache's rows `stride` bytes apart: untouched pages in between take no memory."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    kv, kv_scale = kv_data["fp8"]
+    total_kv = kv.shape[0]
+    far = torch.empty(total_kv * stride, dtype=torch.uint8).as_strided((total_kv, 1, 576), (stride, 576, 1))
+    far.copy_(kv.view(torch.uint8))
+    return run((q, {"fp8": (far.view(kv.dtype), kv_scale)}, qo_indptr, kv_indptr, config), splits)
+
+
+def combine(part, lse, kv_scale):
+    """bf16 (total_q, 16, 512) from partials."""
+    import submission
+
+    out = torch.full((part.shape[0], 16, 512), float("nan"), dtype=torch.bfloat16)
+    submission._launch_combine(part, lse, kv_scale, out, dependent=False)
+    return out
+
+
 def call(data, backend):
     """`custom_kernel` with an arm forced, and what it says it ran."""
     with mock.patch.dict(os.environ, MLA_BACKEND=backend):

@@ -15,9 +15,14 @@ ACCURACY = 5e-3
 
 
 @pytest.fixture(scope="module")
-def run():
+def interpreter():
     with interpreted.interpreter() as pool:
-        yield lambda *args: pool.submit(interpreted.run, *args).result()
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture
+def run(interpreter):
+    return lambda *args: interpreter(interpreted.run, *args)
 
 
 LENGTHS = {
@@ -103,10 +108,26 @@ def test_q_of_any_size(run, q_factor):
     assert relative_error(run(data, 2), reference.oracle(data, "fp8")) < ACCURACY
 
 
-def test_custom_kernel_reaches_the_portable_arm():
+def test_a_cache_beyond_two_gibibytes(interpreter):
+    data = ragged_input([100])
+    output = interpreter(interpreted.run_far, data, 2, 1 << 25)
+    assert relative_error(output, reference.oracle(data, "fp8")) < ACCURACY
+
+
+def test_an_empty_splits_partial_is_never_used(interpreter):
+    part = torch.randn(2, 3, 16, 512, generator=torch.Generator().manual_seed(0)).half()
+    lse = torch.zeros(2, 3, 16)
+    lse[:, 1], lse[1] = float("-inf"), float("-inf")
+    expected = part[0, ::2].float().mean(0)
+    part[:, 1], part[1] = float("nan"), float("nan")
+    output = interpreter(interpreted.combine, part, lse, torch.ones(1))
+    assert relative_error(output[0], expected) < ACCURACY
+    assert not output[1].any(), "no token at all yields zeros"
+
+
+def test_custom_kernel_reaches_the_portable_arm(interpreter):
     data = ragged_input([100, 64])
-    with interpreted.interpreter() as pool:
-        output, selection = pool.submit(interpreted.call, data, "triton_fp8").result()
+    output, selection = interpreter(interpreted.call, data, "triton_fp8")
     assert (selection.arm, selection.kv) == ("triton_fp8", "fp8")
     assert relative_error(output, reference.oracle(data, "fp8")) < ACCURACY
 
