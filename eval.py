@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import math
 import multiprocessing
 import os
@@ -46,6 +47,11 @@ FLUSH_GPU_BYTES = 8 << 30
 # CDNA3/4 report their 4 MB L2; the 256 MB Infinity Cache behind it is what keeps data between calls.
 INFINITY_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
 ASSUMED_CPU_LLC_BYTES = 64 << 20
+
+MAX_ANSWER_BYTES = 16 << 20
+MAX_TEXT = 300
+ALIVE_CHECK_S = 0.5
+COMPARE_BYTES = 256 << 20
 
 
 class CaseFileError(ValueError):
@@ -168,6 +174,58 @@ def clone_data(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: clone_data(value) for key, value in data.items()}
     return data.clone() if hasattr(data, "clone") else data
+
+
+def first_difference(expected: Any, got: Any, name: str = "data") -> str:
+    """Name of the first part of a nest of tuples, lists and dicts whose bits are not the expected ones, or ""."""
+    import torch
+
+    if type(got) is not type(expected):
+        return name
+    if isinstance(expected, torch.Tensor):
+        if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
+            return name
+        pairs = zip(*(x.reshape(-1).view(torch.uint8).split(COMPARE_BYTES) for x in (expected, got)), strict=True)
+        return "" if all(torch.equal(a, b) for a, b in pairs) else name
+    if isinstance(expected, dict):
+        keys = list(expected)
+        if expected.keys() != got.keys():
+            return name
+    elif isinstance(expected, tuple | list):
+        keys = range(len(expected))
+        if len(expected) != len(got):
+            return name
+    else:
+        return "" if expected == got else name
+    return next(filter(None, (first_difference(expected[key], got[key], f"{name}[{key!r}]") for key in keys)), "")
+
+
+def output_fault(output: Any) -> str:
+    """What keeps an output from being judged at all, or "": it must hold its numbers by the time the call is over.
+
+    A subclass of torch.Tensor may compute them when they are looked at, after the clock has stopped.
+    """
+    import torch
+
+    if type(output) is not torch.Tensor:
+        more = ", a subclass" if isinstance(output, torch.Tensor) else ""
+        return f"output: expected a torch.Tensor, got {type(output).__name__}{more}"
+    if output.layout != torch.strided:
+        return f"output: expected a dense tensor, got {output.layout}"
+    if output.requires_grad:
+        return "output: expected a tensor without gradient, got one that requires it"
+    return ""
+
+
+def input_fault(untouched: Any, data: Any) -> str:
+    """The name of the first input that a call has changed, in a sentence, or ""."""
+    changed = first_difference(untouched, data)
+    return f"input {changed}: expected unchanged, got overwritten" if changed else ""
+
+
+def call_fault(untouched: Any, data: Any, output: Any) -> str:
+    """`output_fault` or else `input_fault`."""
+    return output_fault(output) or input_fault(untouched, data)
 
 
 def last_level_cache_bytes() -> tuple[int, str]:
@@ -301,13 +359,27 @@ def describe_environment(timer: ColdTimer) -> dict[str, str]:
     }
 
 
-def _one_line(text: object) -> str:
-    return " | ".join(line.strip() for line in str(text).splitlines() if line.strip())
+def _one_line(text: str) -> str:
+    """`text` in one line that a terminal and any encoding can take: control characters and surrogates are escaped."""
+    line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def _word(value: object) -> str | None:
+    """A foreign object in one line of at most MAX_TEXT characters; None if it cannot be put into words."""
+    try:
+        # A str's own text, not what a subclass such as an enum prints.
+        text = _one_line(str.__str__(value) if isinstance(value, str) else str(value))
+    except Exception:
+        return None
+    half = (MAX_TEXT - 5) // 2  # the end often says what came, as in "expected ..., got ..."
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def _explain(error: BaseException, submission: Path) -> str:
     """One line for any exception, with the submission's line it passed through last."""
-    text = f"{type(error).__name__}: {_one_line(error)}"
+    message = _word(error)
+    text = f"{type(error).__name__}: {'(its message cannot be printed)' if message is None else message}"
     if isinstance(error, SyntaxError):
         return text
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(submission)]
@@ -317,7 +389,7 @@ def _explain(error: BaseException, submission: Path) -> str:
 class _Session:
     """The worker's side: the loaded submission and the operations the parent may ask for.
 
-    Operations return plain dicts, so that nothing the submission defines has to be pickled.
+    Operations return dicts that JSON can hold: the parent unpickles nothing that comes from the submission's process.
     """
 
     def __init__(self, submission: Path, report: Callable[[int, int], None]) -> None:
@@ -350,10 +422,14 @@ class _Session:
         return self._module.custom_kernel
 
     def _selection(self) -> dict[str, str | None]:
-        """What ran, in the submission's own words; a submission without `last_run` does not say."""
-        last_run = getattr(self._module, "last_run", None)
-        selection = last_run() if callable(last_run) else None
-        return {name: getattr(selection, name, None) for name in ("arm", "kv", "config")}
+        """What ran, in the submission's own words; a submission without a working `last_run` does not say."""
+        said: dict[str, str | None] = dict.fromkeys(("arm", "kv", "config"))
+        with contextlib.suppress(Exception):
+            selection = self._module.last_run()
+            for name in said:
+                value = getattr(selection, name, None)
+                said[name] = None if value is None else _word(value)
+        return said
 
     def _verdict(self, data: Any, output: Any, full: bool) -> dict[str, Any]:
         """Check one output; `full` adds what a person wants to see to the platform's (good, message) pair."""
@@ -362,7 +438,7 @@ class _Session:
         selection = self._selection()
         if not full:
             good, message = reference.check_implementation(data, output)
-            return {"good": good, "message": _one_line(message), **selection}
+            return {"good": bool(good), "message": _one_line(message), **selection}
         strict = reference.strict_check(data, output, selection["kv"])
         official_good, official_message = reference.official_check(data, output)
         return {
@@ -385,9 +461,13 @@ class _Session:
         data = reference.generate_input(**args)
         self.timer.synchronize()
         start_ns = time.perf_counter_ns()
-        output = kernel(clone_data(data))
+        given = clone_data(data)
+        output = kernel(given)
         self.timer.synchronize()
         wall_ns = time.perf_counter_ns() - start_ns
+        if fault := call_fault(data, given, output):
+            return {"good": False, "message": fault, **self._selection()}
+        del given
         gc.collect()  # the cloned caches must go before the check asks for its own memory
         return {**self._verdict(data, output, full), "first_call_ns": wall_ns}
 
@@ -399,8 +479,11 @@ class _Session:
         args = dict(args)
         data = reference.generate_input(**args)
         untouched = clone_data(data)
-        verdict = self._verdict(untouched, kernel(data), full)
-        del untouched
+        output = kernel(data)
+        if fault := call_fault(untouched, data, output):
+            return {"good": False, "message": fault, **self._selection()}
+        verdict = self._verdict(untouched, output, full)
+        del output
         if not verdict["good"]:
             return verdict
 
@@ -415,18 +498,20 @@ class _Session:
         reader_ns: list[float] = []
         start_ns = time.perf_counter_ns()
         for run in range(protocol.max_repeats):
-            untouched = None
             if protocol.recheck:
                 if "seed" in args:
                     args["seed"] += SEED_STEP
+                data = untouched = None  # two inputs at a time are enough
                 data = reference.generate_input(**args)
                 untouched = clone_data(data)
             duration_ns, output = self.timer.time_ns(partial(kernel, data))
-            if protocol.recheck:
+            fault = call_fault(untouched, data, output) if protocol.recheck else output_fault(output)
+            if protocol.recheck and not fault:
                 good, message = reference.check_implementation(untouched, output)
-                if not good:
-                    return {**verdict, "good": False, "message": f"run {run}: {_one_line(message)}"}
-            del output, untouched
+                fault = "" if good else _one_line(message)
+            if fault:
+                return {**verdict, "good": False, "message": f"run {run}: {fault}"}
+            del output
             durations_ns.append(duration_ns)
             if reader is not None:
                 if protocol.recheck:
@@ -435,6 +520,8 @@ class _Session:
             self._report(run + 1, protocol.max_repeats)
             if should_stop(durations_ns, time.perf_counter_ns() - start_ns, protocol):
                 break
+        if fault := input_fault(untouched, data):
+            return {**verdict, "good": False, "message": f"after the timed runs: {fault}"}
         return {**verdict, "durations_ns": durations_ns, "reader_ns": reader_ns}
 
     def profile(self, args: dict[str, Any], trace: str | None = None, warm: bool = False) -> dict[str, Any]:
@@ -468,19 +555,26 @@ class _Session:
 
 
 def _serve(connection: Any, submission: Path) -> None:
-    """Main loop of the worker process."""
+    """Main loop of the worker process: requests come through the connection, answers go back as lines of JSON."""
+    os.setsid()  # whatever the submission starts ends with this process's group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for folder in (str(submission.parent), str(ROOT)):
         if folder not in sys.path:
             sys.path.append(folder)
-    session = _Session(submission, lambda done, total: connection.send(("progress", (done, total))))
+
+    answers = open(connection.fileno(), "w", encoding="ascii", closefd=False)
+
+    def send(kind: str, content: Any) -> None:
+        print(json.dumps([kind, content]), file=answers, flush=True)
+
+    session = _Session(submission, lambda done, total: send("progress", [done, total]))
     while True:
         operation, arguments = connection.recv()
         try:
-            answer = ("result", getattr(session, operation)(**arguments))
+            answer = getattr(session, operation)(**arguments)
         except BaseException as error:
-            answer = ("error", {"message": _explain(error, submission), "fatal": session.gpu_is_lost()})
-        connection.send(answer)
+            answer = {"good": False, "message": _explain(error, submission), "fatal": session.gpu_is_lost()}
+        send("result", answer)
         gc.collect()
 
 
@@ -491,6 +585,7 @@ class Worker:
         self._submission = submission
         self._process: Any = None
         self._connection: Any = None
+        self._unread = b""
 
     def __enter__(self) -> "Worker":
         return self
@@ -506,17 +601,43 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, self._submission), daemon=True)
         self._process.start()
         theirs.close()
+        self._unread = b""
 
-    def _stop(self) -> int | None:
-        """End the process; returns its exit code if it was running or had died."""
+    def _stop(self) -> None:
+        """End the process and all it started."""
         if self._process is None:
-            return None
+            return
+        with contextlib.suppress(OSError):  # there is no group before the worker's first line, nor after the last one
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
-        exit_code = self._process.exitcode
         self._connection.close()
         self._process = None
-        return exit_code
+
+    def _read_line(self, deadline: float) -> bytes:
+        """The worker's next line.
+
+        Raises TimeoutError past the deadline, EOFError if the worker died, ValueError for a line without an end. No
+        read blocks: the submission may have written into the pipe, or left it open in a process of its own.
+        """
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            # A process the submission forked holds both the pipe and `sentinel` open, so neither tells of the end.
+            alive = self._process.is_alive()
+            if not self._connection.poll(min(left_s, ALIVE_CHECK_S)):
+                if alive:
+                    continue
+                raise EOFError
+            chunk = os.read(self._connection.fileno(), 1 << 16)
+            if not chunk:
+                raise EOFError
+            self._unread += chunk
+            if len(self._unread) > MAX_ANSWER_BYTES:
+                raise ValueError(f"expected at most {MAX_ANSWER_BYTES} bytes")
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def ask(
         self,
@@ -532,29 +653,28 @@ class Worker:
         """
         if self._process is None:
             self._start()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self._connection.send((operation, arguments))
             while True:
-                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not self._connection.poll(left_s):
-                    self._stop()
-                    return {"good": False, "message": f"no result within {timeout_s:g} s, worker ended"}
-                kind, answer = self._connection.recv()
-                if kind == "progress":
-                    if on_progress is not None:
-                        on_progress(*answer)
-                    continue
+                kind, answer = json.loads(self._read_line(deadline))
                 if kind == "result":
+                    if answer.pop("fatal", False):
+                        self._stop()
                     return answer
-                if answer["fatal"]:
-                    self._stop()
-                return {"good": False, "message": answer["message"]}
+                if on_progress is not None:
+                    on_progress(*answer)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        except TimeoutError:
+            message = f"no result within {timeout_s:g} s, worker ended"
         except (EOFError, OSError):
             self._process.join(timeout=5)
-            exit_code = self._process.exitcode
-            self._stop()
-            return {"good": False, "message": f"worker process died, exit code {exit_code}"}
+            message = f"worker process died, exit code {self._process.exitcode}"
+        except (ValueError, TypeError, AttributeError):
+            message = "unreadable answer, worker ended: something else wrote into the worker's pipe"
+        self._stop()
+        return {"good": False, "message": message}
 
 
 class _PopcornOutput:

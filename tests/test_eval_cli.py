@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import eval as evaluator
 from bench import cli
 from eval import Worker
 from task import BENCHMARKS, TESTS
@@ -143,6 +145,149 @@ def test_a_hang_ends_at_the_limit(tmp_path):
     assert done.exit_code == 112
     for label in ("1x64", "2x64"):
         assert f"FAIL {label}: no result within 1 s, worker ended" in done.stdout
+
+
+# ---- the worker against a submission that does not play along ----
+
+
+TINY = {"batchsize": 1, "qseqlen": 1, "kvseqlen": 1024, "seed": 1}
+
+
+def ask_worker(folder, source, timeout_s=60, **more):
+    with Worker(write(folder, source)) as worker:
+        return worker.ask("test", args=TINY, full=True, timeout_s=timeout_s, **more)
+
+
+TO_EVERY_PIPE = """
+import os, stat
+
+for fd in range(3, 40):
+    try:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            os.write(fd, GARBAGE)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "garbage", ["b'check: pass\\n'", "b'3\\n'", "b'[\"result\", 3]\\n'", "b'\\xff\\x00\\n'", "b'[1, 2'"]
+)
+def test_garbage_in_the_workers_pipe_fails_the_case(tmp_path, garbage):
+    source = TO_EVERY_PIPE.replace("GARBAGE", garbage) + "\ndef custom_kernel(data):\n    return None\n"
+    answer = ask_worker(tmp_path, source)
+    assert not answer["good"] and answer["message"].startswith("unreadable answer, worker ended")
+
+
+@pytest.mark.parametrize("garbage", ["b'[1, 2'", "b'[\"progress\", [1, 2]]\\n'"])
+def test_the_limit_holds_whatever_comes_through_the_pipe(tmp_path, garbage):
+    source = TO_EVERY_PIPE.replace("GARBAGE", garbage) + "\nimport time\n\ntime.sleep(1000)\n"
+    assert ask_worker(tmp_path, source, timeout_s=3)["message"] == "no result within 3 s, worker ended"
+
+
+def test_a_flood_of_progress_does_not_move_the_limit(tmp_path):
+    source = TO_EVERY_PIPE.replace("GARBAGE", "b'[\"progress\", [1, 2]]\\n' * 1000")
+    source = source.replace("for fd", "while True:\n  for fd", 1).replace("\n    ", "\n      ")
+    seen = []
+    answer = ask_worker(tmp_path, source, timeout_s=3, on_progress=lambda *progress: seen.append(progress))
+    assert seen and answer["message"] == "no result within 3 s, worker ended"
+
+
+def test_a_line_without_end_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "MAX_ANSWER_BYTES", 1 << 16)
+    source = TO_EVERY_PIPE.replace("GARBAGE", "b'x' * (1 << 17)")
+    assert ask_worker(tmp_path, source)["message"].startswith("unreadable answer, worker ended")
+
+
+def test_a_process_left_behind_neither_delays_the_verdict_nor_survives_it(tmp_path):
+    source = f"""
+import os, time
+
+def custom_kernel(data):
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    with open({str(tmp_path / "child")!r}, "w") as file:
+        file.write(str(child))
+    os._exit(5)
+"""
+    assert ask_worker(tmp_path, source)["message"] == "worker process died, exit code 5"
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"  # nobody may be there to reap it
+
+
+@pytest.mark.parametrize(
+    ("arm", "shown"),
+    [
+        ("lambda: 1", r"<function Selection\.<lambda> at .*>"),
+        ("7", "7"),
+        ("Name.X", "x"),
+        ("Mute()", None),
+        ("'a' * 1000", r"a{147} \.\.\. a{147}"),
+        (r"'a\x1b[31m\nb\udc80'", r"a\\x1b\[31m \| b\\udc80"),
+    ],
+)
+def test_what_ran_may_be_said_in_any_object(tmp_path, arm, shown):
+    source = f"""{EXACT}
+import enum
+
+class Name(str, enum.Enum):
+    X = "x"
+
+class Mute:
+    def __str__(self):
+        raise ValueError("no words")
+
+class Selection:
+    arm = {arm}
+    kv = Mute()
+    config = None
+
+def last_run():
+    return Selection
+"""
+    answer = ask_worker(tmp_path, source)
+    assert answer["good"] and answer["kv"] == "bf16" and answer["config"] is None
+    assert re.fullmatch(shown, answer["arm"]) if shown else answer["arm"] is None
+
+
+def test_a_failing_last_run_does_not_fail_the_verdict(tmp_path):
+    answer = ask_worker(tmp_path, EXACT + "\ndef last_run():\n    raise RuntimeError\n")
+    assert answer["good"] and answer["arm"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("Mute()", r"Mute: \(its message cannot be printed\)"),
+        ("RuntimeError('y' * 3_000_000)", r"RuntimeError: y{147} \.\.\. y{147}"),
+        (r"RuntimeError('\u2603 \x1b[31mred\r\tgo \udc80')", r"RuntimeError: ☃ \\x1b\[31mred \| go \\udc80"),
+    ],
+)
+def test_any_exception_becomes_one_short_printable_line(tmp_path, error, message):
+    source = f"""
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+def custom_kernel(data):
+    raise {error}
+"""
+    with Worker(write(tmp_path, source)) as worker:
+        answers = [worker.ask("test", args=TINY, full=True) for _ in range(2)]
+    for answer in answers:
+        assert not answer["good"] and re.fullmatch(message + r" \(other.py, line 7\)", answer["message"])
 
 
 def test_ctrl_c_keeps_the_results_so_far(tmp_path):

@@ -6,8 +6,10 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
 import eval as evaluator
 from tests.eval_stand_ins import (
@@ -21,12 +23,27 @@ from tests.eval_stand_ins import (
     run_platform,
 )
 
+OVERWRITTEN = "input data['seed']: expected unchanged, got overwritten"
 STATS = ["runs", "mean", "std", "err", "best", "worst"]
 
 
 def toy(folder, act="", sleep_s=0.2):
     source = TOY_SUBMISSION.replace("SLEEP_S", str(sleep_s)) + act
     return platform_folder(folder, source, TOY_REFERENCE)
+
+
+def toy_answer(folder, monkeypatch, act, mode):
+    """The answer of a worker's session in this process to one case of seed 5; a timed mode makes three timed runs."""
+    reference = types.ModuleType("reference")
+    exec(TOY_REFERENCE, reference.__dict__)
+    monkeypatch.setitem(sys.modules, "reference", reference)
+    monkeypatch.setitem(sys.modules, "submission", None)  # restores what the session puts there
+    path = toy(folder, act) / "submission.py"
+    session = evaluator._Session(path, lambda done, total: None)
+    args = {"batchsize": 2, "qseqlen": 1, "kvseqlen": 64, "seed": 5}
+    if mode == "test":
+        return session.test(args)
+    return session.benchmark(args, evaluator.Protocol(mode == "leaderboard", 3, math.inf))
 
 
 def records(folder):
@@ -62,10 +79,10 @@ def test_test_mode_fails_a_wrong_output_in_one_line(tmp_path):
 
 
 def test_test_mode_keeps_the_input_safe_and_one_worker_for_all_cases(tmp_path):
-    act = "\n\ndef act(data):\n    data['seed'].fill_(0)\n    return data['seed']\n"
+    act = "\n\ndef act(data):\n    data['seed'].fill_(0)\n    return data['seed'].clone()\n"
     code, lines, _ = run_platform(toy(tmp_path, act), "test", cases=case_line(seed=5) + "\n" + case_line(seed=6))
     assert code == 112
-    assert as_dict(lines)["test.0.error"] == "expected 5, | got 0"
+    assert as_dict(lines)["test.0.error"] == OVERWRITTEN
     seen = records(tmp_path)
     assert [(one["seed"], one["call"]) for one in seen] == [(5, 1), (6, 2)]
     assert len({one["pid"] for one in seen}) == 1
@@ -146,6 +163,67 @@ def test_profile_mode_sends_a_readable_report(tmp_path):
     assert (code, out["check"]) == (0, "pass")
 
 
+# ---- outputs and inputs that make a judgement worthless ----
+
+ZEROED = "\n\ndef act(data):\n    return data['seed'].fill_(0).clone()\n"
+
+
+def test_a_toy_passes_in_this_process(tmp_path, monkeypatch):
+    for mode in ("test", "benchmark", "leaderboard"):
+        assert toy_answer(tmp_path, monkeypatch, "", mode)["good"]
+
+
+@pytest.mark.parametrize("mode", ["test", "benchmark", "leaderboard"])
+def test_an_input_zeroed_to_make_zeros_right_fails_the_checked_call(tmp_path, monkeypatch, mode):
+    answer = toy_answer(tmp_path, monkeypatch, ZEROED, mode)
+    assert (answer["good"], answer["message"]) == (False, OVERWRITTEN)
+
+
+@pytest.mark.parametrize(("mode", "when"), [("leaderboard", "run 0"), ("benchmark", "after the timed runs")])
+@pytest.mark.parametrize(
+    ("change", "name"), [("data['seed'].fill_(0)", "seed"), ("data.update(batchsize=3)", "batchsize")]
+)
+def test_an_input_overwritten_in_a_timed_run_fails(tmp_path, monkeypatch, mode, when, change, name):
+    act = f"\n\ndef act(data):\n    if calls > 1:\n        {change}\n    return data['seed'].clone()\n"
+    answer = toy_answer(tmp_path, monkeypatch, act, mode)
+    assert (answer["good"], answer["message"]) == (False, f"{when}: {OVERWRITTEN.replace('seed', name)}")
+
+
+REFUSED_OUTPUTS = [
+    ("data['seed'].clone().as_subclass(Lazy)", "output: expected a torch.Tensor, got Lazy, a subclass"),
+    ("data['seed'].to_sparse()", "output: expected a dense tensor, got torch.sparse_coo"),
+    ("data['seed'].float().requires_grad_()", "output: expected a tensor without gradient, got one that requires it"),
+    ("[data['seed']]", "output: expected a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize(("mode", "first"), [("test", 1), ("benchmark", 1), ("benchmark", 2), ("leaderboard", 2)])
+@pytest.mark.parametrize(("result", "message"), REFUSED_OUTPUTS)
+def test_outputs_that_cannot_be_judged_are_refused_by_name(tmp_path, monkeypatch, mode, first, result, message):
+    act = "\n\nimport torch\n\nclass Lazy(torch.Tensor):\n    pass\n\ndef act(data):\n"
+    act += f"    return {result} if calls >= {first} else data['seed'].clone()\n"
+    answer = toy_answer(tmp_path, monkeypatch, act, mode)
+    assert (answer["good"], answer["message"]) == (False, message if first == 1 else f"run 0: {message}")
+
+
+def test_first_difference_names_the_part_and_compares_bits():
+    def nest():
+        return (torch.tensor([0.0, math.nan]), {"a": [torch.zeros(2, 3)], "b": 1.0})
+
+    changes = {
+        "": lambda data: None,
+        "data[0]": lambda data: data[0][:1].neg_(),  # -0.0 equals 0.0 but is no 0.0
+        "data[1]['a'][0]": lambda data: data[1]["a"][0].t_(),
+        "data[1]['a']": lambda data: data[1]["a"].append(1),
+        "data[1]['b']": lambda data: data[1].update(b=1),
+        "data[1]": lambda data: data[1].update(c=1),
+    }
+    for name, change in changes.items():
+        data = nest()
+        change(data)
+        assert evaluator.first_difference(nest(), data) == name
+
+
 # ---- exit codes that need no worker ----
 
 
@@ -222,6 +300,14 @@ def test_case_values():
 def test_secret_seed_formula():
     assert evaluator.combine_seeds(3, 4) == 3 + 7 * 8 // 2
     assert evaluator.combine_seeds(1, 2**40) > 2**78
+
+
+def test_the_cache_is_flushed_before_each_call():
+    timer = evaluator.ColdTimer()
+    for _ in range(2):
+        timer._scratch.zero_()
+        _, flushed = timer.time_ns(lambda: bool(timer._scratch.any()))
+        assert flushed
 
 
 def test_stats_are_those_of_the_sample():
