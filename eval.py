@@ -4,7 +4,8 @@
     python eval.py test                           a person's form, see `python eval.py --help` (needs the extra `cli`)
 
 MODE is `test`, `benchmark`, `leaderboard` or `profile`. Exit codes: 0 all checks passed, 2 wrong usage, 111 no usable
-`POPCORN_FD`, 112 a check failed, 113 bad case file. The platform's form needs torch and the standard library only.
+`POPCORN_FD` or nobody reads it, 112 a check failed, 113 bad case file. The platform's form needs torch and the
+standard library only.
 
 One spawned worker process imports the submission and serves all cases, so its module state lives from case to case.
 Only the worker imports torch. It is replaced when it dies, hangs past the limit, or loses its GPU context.
@@ -106,24 +107,52 @@ def combine_seeds(case_seed: int, secret_seed: int) -> int:
     return case_seed + total * (total + 1) // 2
 
 
-_CASE_FIELD = re.compile(r"\s*([a-zA-Z_]\w*):\s*([a-zA-Z_]\w*|[+-]?[0-9]+)\s*")
+# A generator takes seeds below 2**64; the upper half is left to the steps of a ranked case.
+CASE_RANGES = {
+    "batchsize": (1, 2**31 - 1),
+    "qseqlen": (1, 2**31 - 1),
+    "kvseqlen": (1, 2**31 - 1),
+    "seed": (0, 2**63 - 1),
+}
+_CASE_FIELD = re.compile(r"\s*([a-zA-Z_]\w*):\s*([a-zA-Z_]\w*|[+-]?[0-9]{1,30})\s*")
 
 
-def parse_case(line: str) -> TestCase:
-    """Parse `name: value; name: value`; a value is an integer, `true`, `false` or a word.
+def _case_value(name: str, word: str) -> int:
+    low, high = CASE_RANGES[name]
+    try:
+        value = int(word)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise CaseFileError(f"{name}: expected an integer from {low} to {high}, got {word}")
+    return value
+
+
+def parse_case(line: str, secret_seed: int | None = None) -> TestCase:
+    """Parse `name: value; name: value`, each key of CASE_RANGES once; the seed is combined with `secret_seed`.
 
     Raises CaseFileError naming the part that does not fit.
     """
-    args: dict[str, Any] = {}
+    args: dict[str, int] = {}
     for part in line.split(";"):
         field = _CASE_FIELD.fullmatch(part)
         if field is None:
-            raise CaseFileError(f"invalid test case {line!r}: expected 'name: value', got {part!r}")
+            raise CaseFileError(f"expected 'name: value', got {part[:MAX_TEXT]!r}")
         name, word = field.groups()
-        if re.fullmatch(r"[+-]?[0-9]+", word):
-            args[name] = int(word)
-        else:
-            args[name] = {"true": True, "false": False}.get(word, word)
+        if name not in CASE_RANGES:
+            raise CaseFileError(f"{name}: unknown key, expected {', '.join(CASE_RANGES)}")
+        if name in args:
+            raise CaseFileError(f"{name}: expected once, got it again")
+        args[name] = _case_value(name, word)
+    missing = [name for name in CASE_RANGES if name not in args]
+    if missing:
+        raise CaseFileError(f"{missing[0]}: expected in every case, got none")
+    if secret_seed is not None:
+        combined = combine_seeds(args["seed"], secret_seed)
+        largest = CASE_RANGES["seed"][1]
+        if combined > largest:
+            raise CaseFileError(f"seed: expected at most {largest} combined with POPCORN_SEED, got {combined}")
+        args["seed"] = combined
     return TestCase(args, line)
 
 
@@ -138,11 +167,12 @@ def read_case_file(path: str | os.PathLike[str], secret_seed: int | None = None)
         raise CaseFileError(f"cannot read case file {str(path)!r}: {error}") from error
     if not lines:
         raise CaseFileError(f"case file {str(path)!r} has no case")
-    cases = [parse_case(line) for line in lines]
-    if secret_seed is not None:
-        for case in cases:
-            if "seed" in case.args:
-                case.args["seed"] = combine_seeds(case.args["seed"], secret_seed)
+    cases = []
+    for number, line in enumerate(lines, 1):
+        try:
+            cases.append(parse_case(line, secret_seed))
+        except CaseFileError as error:
+            raise CaseFileError(f"case file {str(path)!r}, line {number}: {error}") from error
     return cases
 
 
@@ -499,8 +529,7 @@ class _Session:
         start_ns = time.perf_counter_ns()
         for run in range(protocol.max_repeats):
             if protocol.recheck:
-                if "seed" in args:
-                    args["seed"] += SEED_STEP
+                args["seed"] += SEED_STEP
                 data = untouched = None  # two inputs at a time are enough
                 data = reference.generate_input(**args)
                 untouched = clone_data(data)
@@ -677,21 +706,32 @@ class Worker:
         return {"good": False, "message": message}
 
 
-class _PopcornOutput:
-    """Writes `key: value` lines to the descriptor the platform listens on."""
+class DescriptorError(OSError):
+    """Nobody reads the descriptor any more, or it cannot be written."""
 
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)
-        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+
+class _PopcornOutput:
+    """Writes `key: value` lines to the descriptor the platform listens on; raises DescriptorError where it cannot."""
+
+    def __init__(self, descriptor: str) -> None:
+        try:
+            os.set_inheritable(int(descriptor), False)
+            self._file = os.fdopen(int(descriptor), "w", encoding="utf-8", errors="backslashreplace")
+        except (ValueError, OSError) as error:
+            raise DescriptorError(str(error)) from error
 
     def __enter__(self) -> "_PopcornOutput":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is still in the buffer
+            self._file.close()
 
     def log(self, key: str, value: object) -> None:
-        print(f"{key}: {value}", file=self._file, flush=True)
+        try:
+            print(f"{key}: {value}", file=self._file, flush=True)
+        except OSError as error:
+            raise DescriptorError(str(error)) from error
 
 
 def _run_tests(out: _PopcornOutput, worker: Worker, cases: list[TestCase]) -> bool:
@@ -757,18 +797,19 @@ def platform_main(argv: list[str]) -> int:
         print(f"MODE: expected one of {', '.join(MODES)}, got {mode!r}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        out = _PopcornOutput(int(descriptor))
-    except (ValueError, OSError) as error:
-        print(f"POPCORN_FD: expected an open file descriptor, got {descriptor!r}: {error}", file=sys.stderr)
+        with _PopcornOutput(descriptor) as out, Worker(ROOT / "submission.py") as worker:
+            if mode == "test":
+                passed = _run_tests(out, worker, cases)
+            elif mode == "profile":
+                passed = _run_profiles(out, worker, cases)
+            else:
+                passed = _run_benchmarks(out, worker, cases, mode)
+            out.log("check", "pass" if passed else "fail")
+    except DescriptorError as error:
+        print(
+            f"POPCORN_FD: expected an open file descriptor that is read, got {descriptor!r}: {error}", file=sys.stderr
+        )
         return EXIT_NO_DESCRIPTOR
-    with out, Worker(ROOT / "submission.py") as worker:
-        if mode == "test":
-            passed = _run_tests(out, worker, cases)
-        elif mode == "profile":
-            passed = _run_profiles(out, worker, cases)
-        else:
-            passed = _run_benchmarks(out, worker, cases, mode)
-        out.log("check", "pass" if passed else "fail")
     return EXIT_OK if passed else EXIT_CHECK_FAILED
 
 
@@ -777,7 +818,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if os.environ.get("POPCORN_FD"):
         return platform_main(argv)
-    if len(argv) == 2 and not any(word.startswith("-") for word in argv):
+    if len(argv) == 2 and argv[0] in MODES and Path(argv[1]).is_file():
         print("POPCORN_FD is not set; to run a case file by hand use `--cases FILE`", file=sys.stderr)
         return EXIT_NO_DESCRIPTOR
     try:

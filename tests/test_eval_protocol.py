@@ -236,6 +236,41 @@ def test_bad_case_file_is_113_in_every_mode(tmp_path, mode, content, monkeypatch
     assert capsys.readouterr().err.count("\n") == 1
 
 
+GOOD = case_line()
+BAD_CASES = {
+    GOOD + "; foo: 1": "foo: unknown key, expected batchsize, qseqlen, kvseqlen, seed",
+    "batchsize: 2; seed: 2; kvseqlen: 64": "qseqlen: expected in every case, got none",
+    GOOD + "; seed: 5": "seed: expected once, got it again",
+    GOOD.replace("kvseqlen: 64", "kvseqlen: many"): f"kvseqlen: expected an integer from 1 to {2**31 - 1}, got many",
+    GOOD.replace("qseqlen: 1", "qseqlen: true"): f"qseqlen: expected an integer from 1 to {2**31 - 1}, got true",
+    GOOD.replace("kvseqlen: 64", "kvseqlen: 0"): f"kvseqlen: expected an integer from 1 to {2**31 - 1}, got 0",
+    GOOD.replace("batchsize: 2", "batchsize: -1"): f"batchsize: expected an integer from 1 to {2**31 - 1}, got -1",
+    GOOD.replace("seed: 1", "seed: abc"): f"seed: expected an integer from 0 to {2**63 - 1}, got abc",
+    GOOD.replace("seed: 1", "seed: -5"): f"seed: expected an integer from 0 to {2**63 - 1}, got -5",
+    GOOD.replace("seed: 1", f"seed: {2**63}"): f"seed: expected an integer from 0 to {2**63 - 1}, got {2**63}",
+}
+
+
+@pytest.mark.parametrize("secret", ["", "7"])
+@pytest.mark.parametrize(("line", "message"), BAD_CASES.items(), ids=range(len(BAD_CASES)))
+def test_a_bad_case_is_113_and_names_line_and_key(tmp_path, monkeypatch, capsys, line, message, secret):
+    (tmp_path / "cases.txt").write_text(f"{GOOD}\n{line}\n")
+    monkeypatch.setenv("POPCORN_FD", "9")
+    monkeypatch.setenv("POPCORN_SEED", secret)
+    assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 113
+    assert capsys.readouterr().err.endswith(f"cases.txt', line 2: {message}\n")
+
+
+def test_a_secret_seed_too_large_for_torch_is_113(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cases.txt").write_text(GOOD)
+    largest = next(b for b in range(2**32 + 9, 0, -1) if evaluator.combine_seeds(1, b) < 2**63)
+    assert evaluator.read_case_file(tmp_path / "cases.txt", largest)[0].args["seed"] < 2**63
+    monkeypatch.setenv("POPCORN_FD", "9")
+    monkeypatch.setenv("POPCORN_SEED", str(largest + 1))
+    assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 113
+    assert "line 1: seed: expected at most 9223372036854775807 combined with POPCORN_SEED" in capsys.readouterr().err
+
+
 def test_missing_case_file_is_113(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("POPCORN_FD", "9")
     assert evaluator.main(["test", str(tmp_path / "none.txt")]) == 113
@@ -261,6 +296,40 @@ def test_unusable_descriptor_is_111(tmp_path, monkeypatch, capsys, descriptor):
     monkeypatch.setenv("POPCORN_FD", descriptor)
     assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 111
     assert descriptor in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_111_without_a_traceback(tmp_path):
+    code, _, stderr = run_platform(toy(tmp_path), "test", cases=case_line(), read=False)
+    assert code == 111
+    assert stderr.startswith("POPCORN_FD: ") and "Broken pipe" in stderr and stderr.count("\n") == 1
+
+
+def test_a_descriptor_that_cannot_be_written_is_111(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cases.txt").write_text(case_line())
+    monkeypatch.setenv("POPCORN_FD", str(os.open(os.devnull, os.O_RDONLY)))
+    assert evaluator.main(["test", str(tmp_path / "cases.txt")]) == 111
+    assert capsys.readouterr().err.startswith("POPCORN_FD: expected an open file descriptor")
+
+
+def test_any_text_comes_through_the_descriptor(tmp_path):
+    read_end, write_end = os.pipe()
+    with evaluator._PopcornOutput(str(write_end)) as out:
+        out.log("message", "a\udc80b")
+    with os.fdopen(read_end, encoding="utf-8") as pipe:
+        assert pipe.read() == "message: a\\udc80b\n"
+
+
+@pytest.mark.parametrize("args", [["foo", "bar"], ["test", "2x64"], ["tset", "cases.txt"]])
+def test_words_that_are_no_case_file_are_wrong_usage(tmp_path, args):
+    (tmp_path / "cases.txt").write_text(case_line())
+    done = subprocess.run(
+        [sys.executable, ROOT / "eval.py", *args],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "POPCORN_FD"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Usage: python eval.py" in done.stderr
 
 
 @pytest.mark.parametrize("args", [[], ["test"], ["test", "cases.txt", "more"]])
@@ -293,8 +362,8 @@ def test_platform_form_needs_neither_the_command_line_extra_nor_torch_in_the_par
 
 
 def test_case_values():
-    args = evaluator.parse_case(" a: 4;b: -1; c: true; d: false; e_1: word ").args
-    assert args == {"a": 4, "b": -1, "c": True, "d": False, "e_1": "word"}
+    args = evaluator.parse_case(" seed: +7;batchsize: 4;  kvseqlen:1024; qseqlen: 02 ").args
+    assert args == {"batchsize": 4, "qseqlen": 2, "kvseqlen": 1024, "seed": 7}
 
 
 def test_secret_seed_formula():
