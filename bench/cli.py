@@ -7,6 +7,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -56,6 +57,31 @@ app = typer.Typer(
     epilog=EXAMPLES,
 )
 
+
+def _require_place(path: Path | None) -> Path | None:
+    """Refuse, before any work, a result file whose folder takes no new file."""
+    if path is not None and not path.exists():
+        _require_folder(path.parent)
+    return path
+
+
+def _require_folder(folder: Path | None) -> Path | None:
+    """Refuse, before any work, a folder that takes no new file."""
+    if folder is not None:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise typer.BadParameter(f"expected a place to write to, got {str(folder)!r}: {error.strerror}") from error
+    return folder
+
+
+def _make_folder(folder: Path | None) -> Path | None:
+    if folder is not None:
+        with contextlib.suppress(OSError):  # what is not there is refused below
+            folder.mkdir(parents=True, exist_ok=True)
+    return _require_folder(folder)
+
+
 CaseOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -63,7 +89,16 @@ CaseOption = Annotated[
     ),
 ]
 CasesOption = Annotated[Path | None, typer.Option("--cases", help="Case file in the platform's format.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write environment and results to this file.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        writable=True,
+        callback=_require_place,
+        help="Write environment and results to this file.",
+    ),
+]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Arm to force (sets MLA_BACKEND).")]
 SubmissionOption = Annotated[
     Path, typer.Option("--submission", exists=True, dir_okay=False, help="The file to judge.", show_default=False)
@@ -94,7 +129,7 @@ def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
 
     Raises typer.BadParameter for anything else.
     """
-    match = re.fullmatch(r"([1-9]\d*)x(\d+)(?:x([1-9]\d*))?", word)
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", word)
     if match is None:
         raise typer.BadParameter(f"expected BATCHxKV or BATCHxKVxQ such as 32x8192, got {word!r}", param_hint="--case")
     shape = {"batchsize": int(match[1]), "qseqlen": int(match[3] or 1), "kvseqlen": int(match[2])}
@@ -259,6 +294,11 @@ def _against_bound(strict: dict[str, Any], name: str) -> str:
     return "-" if math.isnan(value) else f"{value:.2e} / {bound:.2e}"
 
 
+def _share(percent: float) -> str:
+    """An exact kernel cannot take less time than reading its cache: more than 100 % is marked."""
+    return f"[red]{percent:.1f} ![/red]" if percent > 100 else f"{percent:.1f}"
+
+
 def _plain(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.4f}"
 
@@ -292,6 +332,8 @@ def timing_table(mode: str, results: list[dict[str, Any]]) -> tuple[Table, dict[
     for name in ("median", "mean", "p20", "p80", "runs", "GB/s", "reader", "% of reader"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("strict", no_wrap=True)
+    if any(result.get("percent_of_reader", 0) > 100 for result in results):
+        table.caption = "! faster than reading its cache once: distrust the time, or the reader's"
     timed = [result for result in results if "time" in result]
     for result in results:
         cells = [result["case"], result.get("arm") or "-", result.get("config") or "-"]
@@ -299,7 +341,7 @@ def timing_table(mode: str, results: list[dict[str, Any]]) -> tuple[Table, dict[
             times = result["time"]
             cells += [f"{times[name]:.1f}" for name in ("median_us", "mean_us", "p20_us", "p80_us")]
             cells += [str(times["runs"]), f"{result['gb_per_s']:.1f}"]
-            cells += [f"{result['reader_time']['median_us']:.1f}", f"{result['percent_of_reader']:.1f}"]
+            cells += [f"{result['reader_time']['median_us']:.1f}", _share(result["percent_of_reader"])]
         else:
             cells += ["-"] * 8
         table.add_row(*cells, _mark(result["good"]))
@@ -310,11 +352,11 @@ def timing_table(mode: str, results: list[dict[str, Any]]) -> tuple[Table, dict[
             "geomean_mean_us": geometric_mean([result["time"]["mean_us"] for result in timed]),
             "geomean_reader_us": geometric_mean([result["reader_time"]["median_us"] for result in timed]),
         }
-        percent = 100 * means["geomean_reader_us"] / means["geomean_median_us"]
+        percent = _share(100 * means["geomean_reader_us"] / means["geomean_median_us"])
         table.add_section()
         table.add_row(
             "geometric mean", "", "", f"{means['geomean_median_us']:.1f}", f"{means['geomean_mean_us']:.1f}",
-            "", "", "", "", f"{means['geomean_reader_us']:.1f}", f"{percent:.1f}", "",
+            "", "", "", "", f"{means['geomean_reader_us']:.1f}", percent, "",
         )  # fmt: skip
     return table, means
 
@@ -398,7 +440,13 @@ def profile(
     json: JsonOption = None,
     backend: BackendOption = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", file_okay=False, help="Folder for one browser-readable trace a case.")
+        Path | None,
+        typer.Option(
+            "--trace",
+            file_okay=False,
+            callback=_make_folder,
+            help="Folder for one browser-readable trace a case.",
+        ),
     ] = None,
     submission: SubmissionOption = OWN_SUBMISSION,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
@@ -406,8 +454,6 @@ def profile(
     """Profile one warm call of each case: operations and kernels by their own time."""
     chosen = choose_cases("profile", case, cases)
     run = Run("profile", submission, backend, timeout, json)
-    if trace is not None:
-        trace.mkdir(parents=True, exist_ok=True)
 
     def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
         path = str(trace / f"{case_label(one.args)}.json") if trace is not None else None

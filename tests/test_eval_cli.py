@@ -1,5 +1,6 @@
 """The person's side of eval.py: tables, JSON, broken submissions, limits and exit codes."""
 
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import eval as evaluator
@@ -342,6 +344,18 @@ def test_benchmark_of_a_wrong_submission_prints_no_time(tmp_path):
     assert "FAIL 2x1024" in done.stdout and "geometric mean" not in done.stdout
 
 
+def test_a_time_below_the_readers_is_marked():
+    def rendered(median_us):
+        answer = {"case": "1x1", "good": True, "durations_ns": [1e3 * median_us] * 3, "reader_ns": [5e3] * 3}
+        table, _ = cli.timing_table("benchmark", [cli.add_derived({**answer, "kv_bytes": 1000})])
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(table)
+        return console.export_text()
+
+    assert "500.0 !" in rendered(1.0) and "distrust" in rendered(1.0)
+    assert "!" not in rendered(5.0) and "distrust" not in rendered(5.0)
+
+
 def test_profile_prints_operations_and_writes_a_trace(tmp_path):
     done = run_here("profile", "--case", "1x256", "--trace", tmp_path / "traces")
     assert done.exit_code == 0, done.stdout + done.stderr
@@ -359,6 +373,12 @@ def test_profile_prints_operations_and_writes_a_trace(tmp_path):
         (["test", "--no-such-option"], "--no-such-option"),
         (["test", "--case", "4by1024"], "4by1024"),
         (["test", "--case", "0x1024"], "0x1024"),
+        (["test", "--case", "4x0"], "4x0"),
+        (["test", "--json", "/dev/null/report.json"], "--json"),
+        (["benchmark", "--json", "no/such/folder/report.json"], "no/such/folder"),
+        (["test", "--json", "tests"], "--json"),
+        (["profile", "--trace", "/dev/null/traces"], "--trace"),
+        (["profile", "--trace", "/proc/traces"], "--trace"),
         (["test", "--submission", "no_such_file.py"], "no_such_file.py"),
         (["benchmark", "--repeats", "0"], "--repeats"),
         (["test", "--case", "4x1024", "--cases", "cases.txt"], "expected one of --case and --cases"),
