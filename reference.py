@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -418,6 +418,10 @@ OWN_ERROR_MULTIPLE = 1.1
 # A group of tokens is miscounted when its weight is off by half and by this many standard deviations.
 WEIGHT_TOLERANCE = 0.5
 WEIGHT_SIGMAS = 8.0
+# Largest relative error of rounding to nearest: half a unit in the last place.
+HALF_ULP = {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp4": 2.0**-4}
+# Standard deviations of the noise that one element may be off by.
+ELEMENT_SIGMAS = 8.0
 TOKEN_GROUP = 64
 
 
@@ -428,8 +432,9 @@ class StrictReport:
     kernel_error: against the oracle over cache `kv`. end_to_end_error: against the bf16 oracle; own_error: the
     cache's alone. slope: of the output on the oracle over all elements; worst_slope: of the head, sequence or row
     farthest out for its bound (`worst_slope` may differ from 1 by `slope_bound`). worst_row_error: of the
-    (query, head) row farthest out for its bound. worst_weight: of the group of tokens that the output counts most
-    wrongly, 1 being right and 0 missing.
+    (query, head) row farthest out for its bound. worst_element_error: of the element farthest out for its bound,
+    absolute. worst_weight: of the group of tokens that the output counts most wrongly, 1 being right and 0 missing;
+    tokens that a query must not see count 1 more than their weight.
     """
 
     passed: bool
@@ -445,6 +450,8 @@ class StrictReport:
     slope_bound: float = math.nan
     worst_row_error: float = math.nan
     row_bound: float = math.nan
+    worst_element_error: float = math.nan
+    element_bound: float = math.nan
     worst_weight: float = math.nan
 
 
@@ -458,6 +465,7 @@ class _ErrorModel:
     """
 
     u: float
+    half_ulp: float
     room: float
     power: torch.Tensor
     error_power: torch.Tensor
@@ -473,6 +481,7 @@ class _ErrorModel:
         concentration = (math.e**4 / n).clamp(max=1.0)
         return cls(
             u=ROUNDING[kv],
+            half_ulp=HALF_ULP[kv],
             room=MODEL_ROOM[kv],
             power=power * (n > 0),
             error_power=(power + noise) * (n > 0),
@@ -491,6 +500,17 @@ class _ErrorModel:
     def slope_bound(self, group: Callable) -> torch.Tensor:
         """Largest distance from 1 of the slope of each group of rows, (groups,)."""
         return (SIGMAS * self._spread(self.slope_spread, group)).clamp(min=SLOPE_TOLERANCE)
+
+    def element_bound(self, out: torch.Tensor, signal: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """Largest absolute error of each element, (total_q, 16, 512) like its arguments.
+
+        signal: sm_scale * q; variance: of the sampling noise. The former moves by at most half a unit in the last
+        place of q times the keys' variance under p, which is 1 up to what single heavy tokens add; the latter by
+        Q's and P's rounding, u each.
+        """
+        noise = variance.double().sqrt()
+        rounded_q = self.half_ulp * signal.abs() * (1 + 5 * noise)
+        return self.room * (rounded_q + ELEMENT_SIGMAS * math.sqrt(2) * self.u * noise) + HALF_ULP["bf16"] * out.abs()
 
 
 def _ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -514,74 +534,149 @@ def _relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Miscount:
-    weight: float
+    """A group of tokens whose weight in the output is off by `excess` from `right_weight`."""
+
+    excess: float
+    right_weight: int
     tokens: str
     rank: float
 
 
-def _worst_miscount(data: input_t, output: torch.Tensor, kv: str, out: torch.Tensor, lse: torch.Tensor) -> _Miscount:
-    """The group of tokens that `output` most evidently counts with a wrong weight, else the one farthest from 1.
+def _worst_group(
+    moved: torch.Tensor, known: torch.Tensor, sigmas: float, right_weight: int, name: Callable[[int], str]
+) -> _Miscount:
+    """The worst of the groups of tokens whose least-squares coefficient is `moved` / `known`, (groups,) each."""
+    evidence = _ratio(moved.abs(), known.sqrt())
+    excess = torch.where(evidence > sigmas, _ratio(moved, known), 0.0)
+    size = excess.abs()
+    # Of miscounted groups name the surest: a lost split rather than its heaviest token.
+    rank = torch.where(size > WEIGHT_TOLERANCE, evidence, size)
+    k = rank.argmax().item()
+    return _Miscount(excess[k].item(), right_weight, name(k), rank[k].item())
+
+
+@dataclass(frozen=True)
+class _SequenceError:
+    """The error of one sequence's (query, head) rows: float64 `rows` (r, 576), `ref` and `error` (r, 512)."""
+
+    rows: torch.Tensor
+    ref: torch.Tensor
+    error: torch.Tensor
+    row_weight: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, ref: torch.Tensor, output: torch.Tensor) -> "_SequenceError":
+        """All (s_q, 16, dims)."""
+        rows, ref, error = q.double().flatten(0, 1), ref.flatten(0, 1), (output - ref).flatten(0, 1)
+        # Below a bf16's rounding the error says nothing; the floor also keeps exact rows from dividing by zero.
+        noise = torch.maximum(error.square().mean(-1), (ROUNDING["bf16"] * ref).square().mean(-1))
+        # A row without noise sees no token: it is judged elsewhere.
+        return cls(rows, ref, error, torch.where(noise == 0, 0.0, 1 / noise)[:, None])
+
+    def project(self, p: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted products of a_jh = p_jh (v_j - out_h) with the error and with itself, (r, tokens) each."""
+        values = keys[:, :V_HEAD_DIM]
+        along = self.error @ values.mT - (self.error * self.ref).sum(-1, keepdim=True)
+        squares = values.square().sum(-1)
+        size = squares - 2 * (self.ref @ values.mT) + self.ref.square().sum(-1, keepdim=True)
+        # Where v_j is all of out_h, as with one token, the difference is rounding and the weight unknowable.
+        size = torch.maximum(size, squares * 1e-12)
+        return self.row_weight * p * along, self.row_weight * p.square() * size
+
+
+def _miscounts_at_causal_limit(
+    errors: _SequenceError, keys: torch.Tensor, lse: torch.Tensor, s_q: int, sm_scale: float
+) -> list[_Miscount]:
+    """Miscounts among the last s_q tokens of a sequence, query by query; `keys` are those of them that exist.
+
+    A token that a query must not see has the right weight 0; a kernel that lets it in moves the row by
+    p / (1 + p) (v_j - out_h), p being its weight relative to the visible ones.
+    """
+    share = torch.sigmoid((errors.rows @ keys.mT) * sm_scale - lse)
+    # (queries, last s_q tokens): the diagonal holds every query's last visible token, the triangle above hidden ones.
+    moved, known = (
+        torch.nn.functional.pad(x.view(s_q, NUM_HEADS, -1).sum(1), (s_q - keys.shape[0], 0))
+        for x in errors.project(share, keys)
+    )
+    last_visible = (x.diagonal().sum()[None] for x in (moved, known))
+    hidden = moved.triu(1), known.triu(1)
+    groups = (
+        (lambda x: x.sum()[None], lambda k: "the tokens past the causal limit"),
+        (lambda x: x.sum(1), lambda k: f"the tokens past the causal limit of query {k}"),
+        (
+            lambda x: torch.stack([x.diagonal(r).sum() for r in range(1, s_q)]),
+            lambda k: f"each query's token {k + 1} past the causal limit",
+        ),
+        (lambda x: x.flatten(), lambda k: f"token {k % s_q - k // s_q} past the causal limit of query {k // s_q}"),
+    )
+    return [
+        _worst_group(*last_visible, SIGMAS, 1, lambda k: "the last token that each query sees"),
+        *(_worst_group(*map(group, hidden), SIGMAS, 0, name) for group, name in groups),
+    ]
+
+
+def _judge_tokens(
+    data: input_t, output: torch.Tensor, kv: str, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[_Miscount, torch.Tensor]:
+    """The group of tokens that `output` most evidently counts with a wrong weight, else the one farthest from it.
 
     Leaving token j out changes row h by -a_jh, a_jh = p_jh (v_j - out_h), up to a factor near 1. So the least-squares
-    coefficient of the error on a_jh, rows weighted by their noise, is the token's weight less 1. Groups are single
-    tokens, 64 consecutive ones, and those with the same position modulo 64.
+    coefficient of the error on a_jh, rows weighted by their noise, is the token's weight less the right one. Groups
+    are single tokens, 64 consecutive ones, those with the same position modulo 64, and those at the causal limit.
+
+    Also returns sum_j (p_jh v_j)^2, the variance of a row's sampling noise by element: float32 (total_q, 16, 512).
     """
     q, kv_data, _, kv_indptr, config = data
-    bounds, s_q = kv_indptr.tolist(), config["q_seq_len"]
-    worst = _Miscount(1.0, "none", 0.0)
+    bounds, s_q, sm_scale = kv_indptr.tolist(), config["q_seq_len"], config["sm_scale"]
+    worst = _Miscount(0.0, 1, "none", 0.0)
+    variance = out.new_zeros(out.shape, dtype=torch.float32)
     for b, visible in enumerate(_visible(data)):
         start, stop = bounds[b], bounds[b + 1]
+        if start == stop:
+            continue
         queries = slice(b * s_q, (b + 1) * s_q)
-        rows, ref = q[queries].double().flatten(0, 1), out[queries].flatten(0, 1)
-        error = output[queries].flatten(0, 1) - ref
-        # Below a bf16's rounding the error says nothing; the floor also keeps exact rows from dividing by zero.
-        floor = (ROUNDING["bf16"] * ref).square().mean(-1)
-        row_weight = _ratio(torch.ones_like(floor), torch.maximum(error.square().mean(-1), floor))[:, None]
+        errors = _SequenceError.of(q[queries], out[queries], output[queries])
         row_lse = lse[queries].reshape(-1, 1)
         visible = visible.repeat_interleave(NUM_HEADS)
         shift, power = q.new_zeros((2, _round_up(stop - start, TOKEN_GROUP)), dtype=torch.float64)
         for i, j in _chunks(start, stop):
-            keys = read_cache(kv_data, kv, i, j).double()
-            values = keys[:, :V_HEAD_DIM]
-            scores = _scores(rows, keys, visible, i - start, config["sm_scale"])
+            cached = read_cache(kv_data, kv, i, j)
+            keys = cached.double()
+            scores = _scores(errors.rows, keys, visible, i - start, sm_scale)
             p = torch.exp(scores - row_lse).nan_to_num(0.0)
-            along = error @ values.mT - (error * ref).sum(-1, keepdim=True)
-            squares = values.square().sum(-1)
-            size = squares - 2 * (ref @ values.mT) + ref.square().sum(-1, keepdim=True)
-            # Where v_j is all of out_h, as with one token, the difference is rounding and the weight unknowable.
-            size = torch.maximum(size, squares * 1e-12)
-            shift[i - start : j - start] = (row_weight * p * along).sum(0)
-            power[i - start : j - start] = (row_weight * p.square() * size).sum(0)
+            moved, known = errors.project(p, keys)
+            shift[i - start : j - start] = moved.sum(0)
+            power[i - start : j - start] = known.sum(0)
+            variance[queries] += (p.float().square() @ cached[:, :V_HEAD_DIM].square()).view(s_q, NUM_HEADS, -1)
         shift, power = shift.view(-1, TOKEN_GROUP), power.view(-1, TOKEN_GROUP)
-        for name, group in (
-            ("token {}", lambda x: x.flatten()),
-            ("tokens {} * 64 to + 63", lambda x: x.sum(1)),
-            ("every 64th token from {}", lambda x: x.sum(0)),
-        ):
-            moved, known = group(shift), group(power)
-            if not moved.numel():
-                continue
-            sigmas = _ratio(moved.abs(), known.sqrt())
-            change = torch.where(sigmas > WEIGHT_SIGMAS, _ratio(moved, known), 0.0)
-            size = change.abs()
-            # Of miscounted groups name the surest: a lost split rather than its heaviest token.
-            rank = torch.where(size > WEIGHT_TOLERANCE, sigmas, size)
-            k = rank.argmax().item()
-            if rank[k].item() > worst.rank:
-                worst = _Miscount(1 + change[k].item(), f"{name.format(k)} of sequence {b}", rank[k].item())
-    return worst
+        miscounts = [
+            _worst_group(group(shift), group(power), WEIGHT_SIGMAS, 1, name)
+            for group, name in (
+                (lambda x: x.flatten(), lambda k: f"token {k}"),
+                (lambda x: x.sum(1), lambda k: f"tokens {k} * 64 to + 63"),
+                (lambda x: x.sum(0), lambda k: f"every 64th token from {k}"),
+            )
+        ]
+        if s_q > 1:
+            tail = read_cache(kv_data, kv, max(start, stop - s_q), stop).double()
+            miscounts += _miscounts_at_causal_limit(errors, tail, row_lse, s_q, sm_scale)
+        candidate = max(miscounts, key=lambda miscount: miscount.rank)
+        if candidate.rank > worst.rank:
+            worst = replace(candidate, tokens=f"{candidate.tokens} of sequence {b}")
+    return worst, variance
 
 
 def strict_check(data: input_t, output: output_t, kv: str | None = None) -> StrictReport:
     """Judge `output`, bfloat16 (total_q, 16, 512), of a kernel that read cache `kv` (None: the closest of the three).
 
     It passes if all of these hold; no element is forgiven, NaN and Inf never pass.
-    - Kernel error against the oracle over the same cache, of all rows together and of each row alone.
+    - Kernel error against the oracle over the same cache, of all rows together, each row and each element alone.
     - End-to-end error against the bf16 oracle, at most `OWN_ERROR_MULTIPLE` times the cache's own quantisation error
       with the kernel bound added in quadrature.
     - Slope of the output on the oracle within 1 +- 0.01: overall, for each head, each sequence and each row, wider
       where a group is too small to tell.
-    - Every group of tokens that the output can resolve counts with its weight, see `_worst_miscount`.
+    - Every group of tokens that the output can resolve counts with its weight, 0 for those that a query must not see:
+      `_judge_tokens`.
     The bounds hold for the contract's standard normal inputs. Raises as `oracle` does.
     """
     if kv is not None:
@@ -628,6 +723,16 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
         query, head = divmod(row, NUM_HEADS)
         failures.append(f"error {worst_row_error:.2e} > {row_bound:.2e} of query {query}, head {head}")
 
+    miscount, variance = _judge_tokens(data, x, kv, out, lse)
+    element_errors = (x - out).abs()
+    element_bounds = model.element_bound(out, data[4]["sm_scale"] * q[..., :V_HEAD_DIM], variance)
+    k = _ratio(element_errors, element_bounds).argmax().item()
+    worst_element_error, element_bound = element_errors.flatten()[k].item(), element_bounds.flatten()[k].item()
+    if not worst_element_error <= element_bound:
+        query, head, dim = (i.item() for i in torch.unravel_index(torch.tensor(k), out.shape))
+        where = f"query {query}, head {head}, dim {dim}"
+        failures.append(f"error {worst_element_error:.2e} > {element_bound:.2e} of {where}")
+
     dot, square = (x * out).sum(-1), out.square().sum(-1)
     slope, worst_slope, slope_bound = math.nan, 1.0, SLOPE_TOLERANCE
     for name, group in groupings.items():
@@ -642,9 +747,9 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
         if not abs(gain) <= tolerance:
             failures.append(f"slope {1 + gain:.4f} not within 1 +- {tolerance:.4f} for {name} {k}")
 
-    miscount = _worst_miscount(data, x, kv, out, lse)
-    if not abs(miscount.weight - 1) <= WEIGHT_TOLERANCE:
-        failures.append(f"weight {miscount.weight:.2f} instead of 1 for {miscount.tokens}")
+    if not abs(miscount.excess) <= WEIGHT_TOLERANCE:
+        weight = miscount.right_weight + miscount.excess
+        failures.append(f"weight {weight:.2f} instead of {miscount.right_weight} for {miscount.tokens}")
 
     figures = f"{kv}: kernel error {kernel_error:.2e} (bound {kernel_bound:.2e}), slope {slope:.4f}"
     return StrictReport(
@@ -661,7 +766,9 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
         slope_bound=slope_bound,
         worst_row_error=worst_row_error,
         row_bound=row_bound,
-        worst_weight=miscount.weight,
+        worst_element_error=worst_element_error,
+        element_bound=element_bound,
+        worst_weight=1 + miscount.excess,
     )
 
 

@@ -109,6 +109,13 @@ def _wrong_row(data: input_t, kernel: Kernel) -> torch.Tensor:
     return out
 
 
+def _wrong_element(data: input_t, kernel: Kernel) -> torch.Tensor:
+    out = emulate(data, kernel)
+    # What an element of average size loses when it is zeroed.
+    out[0, 3, 7] += out.float().square().mean().sqrt()
+    return out
+
+
 def _gain(data: input_t, kernel: Kernel) -> torch.Tensor:
     return (emulate(data, kernel).float() * 1.02).bfloat16()
 
@@ -128,6 +135,7 @@ CONTROLS: dict[str, Callable[[input_t, Kernel], torch.Tensor]] = {
     "every second token skipped": _keep_all_but(lambda s_kv: slice(1, s_kv, 2)),
     "gain of 2 %": _gain,
     "one wrong row": _wrong_row,
+    "one element off by the RMS": _wrong_element,
     "zeros": _zeros,
     "q * sm_scale": _query_only,
     "neighbour's mxfp4 scale": _other_mxfp4(_neighbour_scale),
@@ -151,6 +159,7 @@ def usage(report: StrictReport) -> dict[str, float]:
         "kernel": report.kernel_error / report.kernel_bound,
         "end to end": report.end_to_end_error / report.end_to_end_bound,
         "row": report.worst_row_error / report.row_bound,
+        "element": report.worst_element_error / report.element_bound,
         "slope": abs(report.worst_slope - 1) / report.slope_bound,
         "weight": abs(report.worst_weight - 1) / reference.WEIGHT_TOLERANCE,
     }

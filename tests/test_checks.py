@@ -121,7 +121,7 @@ def test_wrong_kernels_fail(kernel, s_kv):
 
 
 def test_every_control_is_used():
-    assert set(controls_of(MXFP4)) == set(CONTROLS) and len(CONTROLS) == 10
+    assert set(controls_of(MXFP4)) == set(CONTROLS) and len(CONTROLS) == 11
 
 
 # One defect for each part of the check, small enough that the other parts let it pass.
@@ -151,7 +151,7 @@ def test_errors_that_add_up_with_the_quantisation_are_seen():
 def test_a_wrong_row_among_many_is_seen():
     data = case(32, 1024)
     output = oracle(data, "fp8")
-    output[17, 11] += 0.1 * output[17, 11].norm() * noise_like(output[17, 11]) / 512**0.5
+    output[17, 11] += 0.065 * output[17, 11].norm() * noise_like(output[17, 11]) / 512**0.5
     report = strict_check(data, output.bfloat16(), "fp8")
     assert failing_parts(report) == ["row"] and report.message.endswith("of query 17, head 11")
 
@@ -208,6 +208,95 @@ def test_tokens_counted_twice_are_seen():
     output = rounded((q, {"bf16": twice}, qo_indptr, longer, config))
     report = strict_check((q, kv_data, qo_indptr, kv_indptr, config), output)
     assert "weight" in failing_parts(report) and report.worst_weight > 1.5
+
+
+@pytest.mark.parametrize("s_kv", [1024, 8192])
+@pytest.mark.parametrize("kernel", [PRECISE, A8W8, MXFP4], ids=lambda k: k.name)
+def test_a_zeroed_element_is_seen(kernel, s_kv):
+    data = case(2, s_kv)
+    output = emulate(data, kernel)
+    row = output[1, 5]
+    dim = (row.abs() - row.float().square().mean().sqrt()).abs().argmin().item()
+    row[dim] = 0
+    report = strict_check(data, output, kernel.kv)
+    assert "element" in failing_parts(report) and f" of query 1, head 5, dim {dim}" in report.message
+    # Far beyond the bound, so also where a row's own noise is larger.
+    assert usage(report)["element"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("kernel", "s_kv", "error"),
+    [(PRECISE, 1024, 0.08), (PRECISE, 8192, 0.06), (A8W8, 1024, 0.6), (A8W8, 8192, 0.5), (MXFP4, 1024, 0.6)],
+    ids=["bf16-1024", "bf16-8192", "a8w8-1024", "a8w8-8192", "mxfp4-1024"],
+)
+def test_an_error_of_one_element_is_seen(kernel, s_kv, error):
+    """Of this many times the output's RMS; the row's error does not show it."""
+    data = case(2, s_kv)
+    output = emulate(data, kernel)
+    output[0, 3, 7] += error * output.float().square().mean().sqrt()
+    report = strict_check(data, output, kernel.kv)
+    assert failing_parts(report) == ["element"] and report.message.endswith("of query 0, head 3, dim 7")
+
+
+# Tokens that query i of three sees, by a kernel whose causal mask is wrong.
+WRONG_MASKS = {
+    "no mask": (lambda s_kv, i: s_kv, "0 for the tokens past the causal limit of sequence 0"),
+    "one too many": (
+        lambda s_kv, i: min(s_kv, s_kv - 1 + i),
+        "0 for each query's token 1 past the causal limit of sequence 0",
+    ),
+    "one too few": (lambda s_kv, i: s_kv - 3 + i, "1 for the last token that each query sees of sequence 0"),
+    "query 0 alone": (
+        lambda s_kv, i: s_kv - 2 + max(i, 2 * (i == 0)),
+        "0 for the tokens past the causal limit of query 0 of sequence 0",
+    ),
+}
+
+
+def emulate_queries(data, kernel, limit) -> torch.Tensor:
+    """Query i of the only sequence over its first `limit(s_kv, i)` tokens."""
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    s_kv = config["kv_seq_len"]
+    one = {**config, "batch_size": 1, "q_seq_len": 1}
+    outputs = [
+        emulate(
+            (q[i : i + 1], kv_data, qo_indptr, kv_indptr, one), kernel, keep_all_but(slice(limit(s_kv, i), s_kv), data)
+        )
+        for i in range(config["q_seq_len"])
+    ]
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("s_kv", [1024, 8192])
+@pytest.mark.parametrize("kernel", [PRECISE, BY_NAME["fp8 cache, bf16 Q and P"], A8W8, MXFP4], ids=lambda k: k.name)
+def test_wrong_causal_masks_are_seen_and_named(kernel, s_kv):
+    data = generate_input(1, 3, s_kv, 3)
+    right = strict_check(data, emulate_queries(data, kernel, lambda s_kv, i: s_kv - 2 + i), kernel.kv)
+    assert right.passed, right
+    for limit, where in WRONG_MASKS.values():
+        output = emulate_queries(data, kernel, limit)
+        for kv in (None, kernel.kv):
+            report = strict_check(data, output, kv)
+            assert "weight" in failing_parts(report) and report.message.endswith(f"instead of {where}"), report
+
+
+def test_correct_causal_masks_pass_over_seeds():
+    for seed in range(5):
+        for s_kv in (4, 70, 1024):
+            data = generate_input(1, 3, s_kv, seed)
+            for kernel in KERNELS:
+                output = emulate_queries(data, kernel, lambda s_kv, i: s_kv - 2 + i)
+                report = strict_check(data, output, kernel.kv)
+                assert report.passed, (seed, s_kv, kernel.name, report)
+
+
+def test_a_sequence_shorter_than_its_queries_is_judged():
+    data = ragged([1, 2], 3)
+    right = rounded(data, "fp8")
+    assert strict_check(data, right, "fp8").passed
+    wrong = right.clone()
+    wrong[5] = right[4]
+    assert not strict_check(data, wrong, "fp8").passed
 
 
 @pytest.mark.parametrize("claimed", ["bf16", "fp8"])
