@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -294,6 +295,11 @@ def _against_bound(strict: dict[str, Any], name: str) -> str:
     return "-" if math.isnan(value) else f"{value:.2e} / {bound:.2e}"
 
 
+def _said(result: dict[str, Any], *names: str) -> list[str]:
+    """Cells with the submission's own words, which may look like markup."""
+    return [escape(result.get(name) or "-") for name in names]
+
+
 def _share(percent: float) -> str:
     """An exact kernel cannot take less time than reading its cache: more than 100 % is marked."""
     return f"[red]{percent:.1f} ![/red]" if percent > 100 else f"{percent:.1f}"
@@ -312,9 +318,7 @@ def test_table(results: list[dict[str, Any]]) -> Table:
         strict = result.get("strict", {})
         table.add_row(
             result["case"],
-            result.get("arm") or "-",
-            result.get("kv") or "-",
-            result.get("config") or "-",
+            *_said(result, "arm", "kv", "config"),
             _against_bound(strict, "kernel"),
             _against_bound(strict, "end_to_end"),
             _plain(strict.get("worst_slope", math.nan)),
@@ -336,7 +340,7 @@ def timing_table(mode: str, results: list[dict[str, Any]]) -> tuple[Table, dict[
         table.caption = "! faster than reading its cache once: distrust the time, or the reader's"
     timed = [result for result in results if "time" in result]
     for result in results:
-        cells = [result["case"], result.get("arm") or "-", result.get("config") or "-"]
+        cells = [result["case"], *_said(result, "arm", "config")]
         if "time" in result:
             times = result["time"]
             cells += [f"{times[name]:.1f}" for name in ("median_us", "mean_us", "p20_us", "p80_us")]

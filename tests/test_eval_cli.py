@@ -344,13 +344,22 @@ def test_benchmark_of_a_wrong_submission_prints_no_time(tmp_path):
     assert "FAIL 2x1024" in done.stdout and "geometric mean" not in done.stdout
 
 
+def as_text(table):
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_words_that_look_like_markup_are_shown_as_they_are():
+    result = {"case": "1x1", "good": True, "arm": "[/red]", "kv": "[b]", "config": "[bold]x"}
+    assert all(word in as_text(cli.test_table([result])) for word in ("[/red]", "[b]", "[bold]x"))
+    assert all(word in as_text(cli.timing_table("benchmark", [result])[0]) for word in ("[/red]", "[bold]x"))
+
+
 def test_a_time_below_the_readers_is_marked():
     def rendered(median_us):
         answer = {"case": "1x1", "good": True, "durations_ns": [1e3 * median_us] * 3, "reader_ns": [5e3] * 3}
-        table, _ = cli.timing_table("benchmark", [cli.add_derived({**answer, "kv_bytes": 1000})])
-        console = Console(width=200, record=True, file=io.StringIO())
-        console.print(table)
-        return console.export_text()
+        return as_text(cli.timing_table("benchmark", [cli.add_derived({**answer, "kv_bytes": 1000})])[0])
 
     assert "500.0 !" in rendered(1.0) and "distrust" in rendered(1.0)
     assert "!" not in rendered(5.0) and "distrust" not in rendered(5.0)
