@@ -197,7 +197,7 @@ def test_a_flood_of_progress_does_not_move_the_limit(tmp_path):
 
 def test_a_line_without_end_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluator, "MAX_ANSWER_BYTES", 1 << 16)
-    source = TO_EVERY_PIPE.replace("GARBAGE", "b'x' * (1 << 17)")
+    source = TO_EVERY_PIPE.replace("GARBAGE", "b'x' * (1 << 17)") + "\nimport time\n\ntime.sleep(1000)\n"
     assert ask_worker(tmp_path, source)["message"].startswith("unreadable answer, worker ended")
 
 
