@@ -588,15 +588,18 @@ def mad_wide(ins: Instruction):
 
 
 def bitop3(ins: Instruction):
-    """v_bitop3_b32: any function of three bits; the table sits where other VOP3s keep omod, abs and neg."""
+    """v_bitop3_b{32,16}: any function of three bits; the table sits where other VOP3s keep omod, abs and neg."""
     table = ins.omod << 6 | ins.abs << 3 | ins.neg
-    readers = [vector(ins, code, "u") for code in _source_codes(ins)]
-    write = vector_writer(ins, ins.vdst, "u")
+    if ins.opsel:
+        raise ins.unknown("takes or writes a high half, which is not modelled")
+    kind = "H" if ins.name.endswith("b16") else "u"
+    readers = [vector(ins, code, kind) for code in _source_codes(ins)]
+    write = vector_writer(ins, ins.vdst, kind)
     terms = [term for term in range(8) if table >> term & 1]
 
     def run(w):
         a, b, c = (read(w) for read in readers)
-        result = np.uint32(0)
+        result = DTYPES[kind](0)
         for term in terms:
             result = result | (a if term & 4 else ~a) & (b if term & 2 else ~b) & (c if term & 1 else ~c)
         write(w, result, w.mask)
@@ -762,6 +765,7 @@ TABLE |= {
     "v_mad_u64_u32": mad_wide,
     "v_mad_i64_i32": mad_wide,
     "v_bitop3_b32": bitop3,
+    "v_bitop3_b16": bitop3,
     "v_pk_mov_b32": packed_mov,
     "v_accvgpr_write": accvgpr,
     "v_accvgpr_read": accvgpr,

@@ -328,12 +328,13 @@ def test_fma_with_literals():
     assert wave.f[2][0] == np.float32(np.float64(a) * k + b) and wave.f[3][0] == np.float32(np.float64(a) * b + k)
 
 
-def test_every_table_of_bitop3():
+@pytest.mark.parametrize("bits", [32, 16])
+def test_every_table_of_bitop3(bits):
     a, b, c = np.uint32(0xF0F0F0F0), np.uint32(0xCCCCCCCC), np.uint32(0xAAAAAAAA)
     for table in (0, 1, 0x16, 0x3C, 0x80, 0x96, 0xCA, 0xE8, 0xFE, 0xFF):
-        wave = execute(f"v_bitop3_b32 v3, v0, v1, v2 bitop3:{table}", v={0: a, 1: b, 2: c}).wave
+        wave = execute(f"v_bitop3_b{bits} v3, v0, v1, v2 bitop3:{table}", v={0: a, 1: b, 2: c}).wave
         expected = sum(
-            (table >> (int(a) >> n & 1) * 4 + (int(b) >> n & 1) * 2 + (int(c) >> n & 1) & 1) << n for n in range(32)
+            (table >> (int(a) >> n & 1) * 4 + (int(b) >> n & 1) * 2 + (int(c) >> n & 1) & 1) << n for n in range(bits)
         )
         assert wave.u[3][0] == expected, hex(table)
 
