@@ -706,7 +706,7 @@ def _view(smem, dtype, shape, layout, _semantic=None):
 @_gluon_constexpr
 def _unit_keys(width):
     """What each bit of a row's number XORs onto the row's 16-byte units in LDS, against bank conflicts."""
-    return (1, 2, 4, 4, 0) if width == 512 else (0, 0, 0, 1, 2)
+    return {512: (1, 2, 4, 4, 0), 64: (0, 0, 0, 1, 2), 256: (1, 2, 4, 8, 0), 32: (0, 0, 0, 1, 0)}[width]
 
 
 @_gluon_constexpr
@@ -786,6 +786,26 @@ def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAV
 
 
 @_gluon_jit
+def _gfx950_softmax(x, m, norm, left, logit_scale, SHIFT: gl.constexpr, WAVES: gl.constexpr):
+    """P x 2^SHIFT of the scores [WAVES, 16, 32] of a tile with `left` rows; new maximum and sum, and the rescaling."""
+    STAT: gl.constexpr = m.type.layout
+    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
+    if left < 32 * WAVES:
+        X5: gl.constexpr = x.type.layout
+        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
+        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
+    x = x.reshape([WAVES, 16, 32])
+    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
+    rescale = gl.exp2(m - m_new)
+    shift = gl.convert_layout(m_new - SHIFT, X, assert_trivial=True)
+    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
+    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
+    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    return p, m_new, norm, rescale
+
+
+@_gluon_jit
 def _gfx950_step(
     tile,  # LDS: latent [WAVES, 64, 512], rope [WAVES, 64, 64]
     q,  # operands: hi of four chunks of 128 dims, hi and lo of rope
@@ -800,7 +820,6 @@ def _gfx950_step(
     """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end."""
     M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
     M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
-    STAT: gl.constexpr = gl.SliceLayout(2, M32)
     P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
     # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
     K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
@@ -825,20 +844,8 @@ def _gfx950_step(
         if PAIRS:
             x = _mfma_k128(_each_wave(q_lo.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES), k, x)
 
-    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
-    if left < 32 * WAVES:
-        X5: gl.constexpr = x.type.layout
-        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
-        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
-    x = x.reshape([WAVES, 16, 32])
-    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
-    rescale = gl.exp2(m - m_new)
     # P x 2^8 uses e4m3's range, so that lo is no denormal.
-    shift = gl.convert_layout(m_new - 8.0, X, assert_trivial=True)
-    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
-    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
-    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    p, m_new, norm, rescale = _gfx950_softmax(x, m, norm, left, logit_scale, 8.0, WAVES)
     p_hi = p.to(gl.float8e4nv)
     p_lo = gl.convert_layout((p - p_hi.to(gl.float32)).to(gl.float8e4nv), P, assert_trivial=True)
     p_hi = gl.convert_layout(p_hi, P, assert_trivial=True)
@@ -850,6 +857,59 @@ def _gfx950_step(
             a = cdna4.mfma(p_lo, v, a)
         acc_new = acc_new + (a,)
     return m_new, norm, acc_new
+
+
+@_gluon_jit
+def _gfx950_pairs(qn, qr, scale, WAVES: gl.constexpr, STAT: gl.constexpr):
+    """Q's two parts as hi and lo each, and what turns their products into logits [WAVES, 16]."""
+    QN: gl.constexpr = gl.SliceLayout(1, qn.type.layout)
+    # A power-of-two scale per head makes hi + lo exact for bf16.
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), QN)
+    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * scale
+    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
+    up_r = gl.convert_layout(up, gl.SliceLayout(1, qr.type.layout))
+    return _hi_lo(qn, up[:, None]), _hi_lo(qr, up_r[:, None]), logit_scale
+
+
+@_gluon_jit
+def _gfx950_finish(
+    merge,  # LDS [WAVES, 16, 512], the waves' shares of the output
+    lse,
+    kv_scale,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    t,
+    split,
+    SPLITS: gl.constexpr,
+    WAVES: gl.constexpr,
+    ONE_LAUNCH: gl.constexpr,
+):
+    """Adds up the waves and writes the output, or the partial and, as the last of a query row to arrive, the output."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
+    o = merge.slice(0, 1, 0).load(OUT)
+    for w in gl.static_range(1, WAVES):
+        o += merge.slice(w, 1, 0).load(OUT)
+    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
+    if SPLITS == 1:
+        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
+    else:
+        part_row = t.to(gl.int64) * SPLITS + split
+        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(part_ptr.dtype.element_ty))
+        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, lse.type.layout), lse)
+    if ONE_LAUNCH:
+        # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
+        # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
+        # stale lines, in every wave rather than in the one that took the ticket.
+        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
+        if _arrive_last(ticket_ptr + t, SPLITS):
+            _gfx950_wave_instruction("buffer_inv sc1")
+            row_parts = t.to(gl.int64) * SPLITS
+            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
+                            kv_scale, SPLITS, MERGE)  # fmt: skip
 
 
 @_gluon_jit
@@ -907,13 +967,9 @@ def _decode_fp8_gfx950(
     if left > 0:
         _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, 0, WAVES)
 
-    # A power-of-two scale per head makes hi + lo exact for bf16.
-    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), gl.SliceLayout(1, QN))
-    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
-    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
-    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, QR))[:, None])
-    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
-    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
+    qn, qr, logit_scale = _gfx950_pairs(qn, qr, kv_scale * softmax_scale, WAVES, STAT)
+    qn_hi, qn_lo = qn
+    qr_hi, qr_lo = qr
     # One piece of LDS hands out rope, then hi; lo stays there.
     A32: gl.constexpr = gl.DotOperandLayout(0, M32, 16)
     A128: gl.constexpr = gl.DotOperandLayout(0, M128, 16)
@@ -957,29 +1013,313 @@ def _decode_fp8_gfx950(
     merge = _view(tile[0], gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
     for c in gl.static_range(4):
         merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
-    o = merge.slice(0, 1, 0).load(OUT)
-    for w in gl.static_range(1, WAVES):
-        o += merge.slice(w, 1, 0).load(OUT)
-    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
-    if SPLITS == 1:
-        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
-    else:
-        part_row = t.to(gl.int64) * SPLITS + split
-        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(gl.float16))
-        lse = top + gl.log2(total) - 8.0
-        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, STAT)), lse)
-    if ONE_LAUNCH:
-        # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
-        # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
-        # stale lines, in every wave rather than in the one that took the ticket.
-        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
-        if _arrive_last(ticket_ptr + t, SPLITS):
-            _gfx950_wave_instruction("buffer_inv sc1")
-            row_parts = t.to(gl.int64) * SPLITS
-            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
-            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
-                            kv_scale, SPLITS, MERGE)  # fmt: skip
+    lse = top + gl.log2(total) - 8.0
+    _gfx950_finish(merge, lse, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH)
+
+
+# ---- Gluon: gfx950, mxfp4 ----
+
+
+@_gluon_builtin
+def _mfma_scaled(a, a_scale, b, b_scale, acc, _semantic=None):
+    """acc + (a * a_scale) @ (b * b_scale): fp8 [.., m, 128], packed E2M1 [.., 64, n]; E8M0 [.., m or n, 4]."""
+    e4m3, e2m1 = (_semantic._str_to_fp_type(name) for name in ("e4m3", "e2m1"))
+    handle = _semantic.builder.create_dot_scaled(
+        a.handle, a_scale.handle, e4m3, b.handle, b_scale.handle, e2m1, False, True, True, acc.handle
+    )
+    return gl.tensor(handle, acc.type)
+
+
+@_gluon_constexpr
+def _wave_bits(waves, rank):
+    """Bases of the waves: they lie along the first of `rank` dimensions."""
+    return [[1 << i] + [0] * (rank - 1) for i in range(waves.bit_length() - 1)]
+
+
+@_gluon_constexpr
+def _packed_layout(waves, columns, tokens, keys=(0,) * 5):
+    """[waves, 32, width]: bit i of a column's number stands for column columns[i], of a row's for row tokens[i]; bit i
+    of a row's number XORs keys[i] onto its 16-byte units."""
+
+    def moved(key):
+        return sum(column for i, column in enumerate(columns[4:]) if key >> i & 1)
+
+    rows = [[0, token, moved(key)] for token, key in zip(tokens, keys, strict=True)]
+    return gl.SharedLinearLayout([[0, 0, column] for column in columns] + rows + _wave_bits(waves, 3))
+
+
+@_gluon_constexpr
+def _scale_layout(waves, rows):
+    """E8M0 [waves, rows, 4] as `_mfma_scaled` takes it: a row a lane, a block a group of 16 lanes."""
+    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2]]
+    return gl.DistributedLinearLayout([[0, 16, 0]][: rows // 32], lanes, _wave_bits(waves, 3), [], [waves, rows, 4])
+
+
+@_gluon_constexpr
+def _twice_layout(waves):
+    """[waves, 2, 32 bytes, 32 tokens]: an operand of 128 dims, each half of the wave holding one copy of 64."""
+    registers = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [0, 0, 0, 16]]
+    lanes = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 16, 0], [0, 1, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, _wave_bits(waves, 4), [], [waves, 2, 32, 32])
+
+
+@_gluon_constexpr
+def _value_layout(waves):
+    """[waves, 32 tokens, 16 blocks x 8 bytes]: lane l holds 8 tokens, from 8 * (l // 16) on, of block l % 16."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    lanes = [[0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64], [0, 8, 0], [0, 16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, _wave_bits(waves, 3), [], [waves, 32, 128])
+
+
+@_gluon_jit
+def _scale_offsets(WAVES: gl.constexpr):
+    """Offsets by row and within a row of 24 scales: LDS holds bytes 0 .. 15, then 8 .. 23, of each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 32, 2], [WAVES, 1, 1], [2, 1, 0])
+    column = _iota(32, 2, LAYOUT, 3)
+    return (_iota(WAVES, 0, LAYOUT, 3) * 32 + _iota(32, 1, LAYOUT, 3)) * 24, column - column // 16 * 8
+
+
+@_gluon_jit
+def _mxfp4_issue(tile, offs, kv_rows, scale_ptr, scale_row, left, stride_kv_t, buf, WAVES: gl.constexpr):
+    """`_gfx950_issue` for packed rows and their scales."""
+    nope, rope, scales = tile[0].index(buf), tile[1].index(buf), tile[2].index(buf)
+    offs_n, offs_r, offs_s_row, offs_s = offs
+    last = gl.minimum(left, 32 * WAVES) - 1
+    end = last * stride_kv_t
+    half = gl.minimum(16 * stride_kv_t, end)
+    _gfx950_copy(nope.slice(0, 16, 1), kv_rows, offs_n, end + 240)
+    _gfx950_copy(nope.slice(16, 16, 1), kv_rows + half, offs_n, end - half + 240)
+    _gfx950_copy(rope, kv_rows + 256, offs_r, end + 16)
+    # Past the end the last row's scales, column by column: what pads a row may be NaN. They are multiples of 8 bytes,
+    # which is all that the load needs, but Triton asks for 16.
+    offs_s = gl.minimum(offs_s_row, last * 24) + offs_s + scale_row * 24
+    offs_s = gl.max_contiguous(gl.multiple_of(offs_s, [1, 1, 16]), [1, 1, 16])
+    cdna4.async_copy.buffer_load_to_shared(scales, scale_ptr, offs_s)
+    cdna4.async_copy.commit_group()
+
+
+@_gluon_constexpr
+def _two_values(byte):
+    """Instruction that turns one byte of $1, two E2M1 codes, into two bf16 under the scale $2."""
+    return f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[{byte % 2},{byte // 2},0]"
+
+
+@_gluon_jit
+def _mxfp4_values(words, scale, BYTE: gl.constexpr):
+    """bf16 values of the even and the odd dim in byte BYTE of int32 `words`, whose scales are float32."""
+    TEXT: gl.constexpr = _two_values(BYTE)
+    x = gl.inline_asm_elementwise(TEXT, "=v,v,v", [words, scale], dtype=gl.int32, is_pure=True, pack=1)
+    return x.to(gl.int16).to(gl.bfloat16, bitcast=True), (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@_gluon_jit
+def _words_of(x):
+    """int8 [.., 8] as two int32 [..], little-endian, by bytes that LLVM finds to be in place."""
+    SHAPE: gl.constexpr = x.shape[:-1]
+    even, odd = gl.split(x.reshape(SHAPE + [2, 2, 2]))
+    b0, b2 = gl.split(even)
+    b1, b3 = gl.split(odd)
+    low = (b0.to(gl.int32) & 255) | ((b1.to(gl.int32) & 255) << 8)
+    return gl.split(low | ((b2.to(gl.int32) & 255) << 16) | (b3.to(gl.int32) << 24))
+
+
+@_gluon_jit
+def _mxfp4_step(
+    tile,  # LDS, two buffers each: latent [WAVES, 32, 256], rope [WAVES, 32, 32], scales [WAVES, 32, 32]
+    q,  # operands: hi of four chunks of 128 dims
+    q_lo,  # LDS [16, 512]
+    q_rope,  # LDS [16, 128], hi and lo of rope
+    state,  # maximum and sum [WAVES, 16], 32 accumulators [WAVES, 16, 16], one for each dim of a block
+    left,  # rows from this tile on
+    logit_scale,
+    buf,
+    WAVES: gl.constexpr,
+):
+    """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end.
+
+    The empty instructions keep LDS reads from moving ahead, which would cost registers that there are not.
+    """
+    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
+    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
+    P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
+    V: gl.constexpr = gl.DotOperandLayout(1, M32, 8)
+    A128: gl.constexpr = gl.DotOperandLayout(0, M128, 16)
+    B128: gl.constexpr = gl.DotOperandLayout(1, M128, 16)
+    SCALE: gl.constexpr = _scale_layout(WAVES, 32)
+    TWICE: gl.constexpr = _twice_layout(WAVES)
+    # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
+    K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
+    V_TOKENS: gl.constexpr = (1, 2, 4, 8, 16)
+    # Chunk c of K takes block 4 g + c for lane group g, so that a lane's scales of four chunks are one word; V's halves
+    # take 8 of the 16 bytes of each block.
+    KN: gl.constexpr = _packed_layout(WAVES, (1, 2, 4, 8, 64, 128, 16, 32), K_TOKENS, _unit_keys(256))
+    KR: gl.constexpr = _packed_layout(WAVES, (1, 2, 4, 8, 16), K_TOKENS, _unit_keys(32))
+    VN: gl.constexpr = _packed_layout(WAVES, (1, 2, 4, 128, 8, 16, 32, 64), V_TOKENS, _unit_keys(256))
+    nope, rope, scales = tile[0].index(buf), tile[1].index(buf), tile[2].index(buf)
+    kn = nope._reinterpret(gl.int8, [WAVES, 32, 256], KN).permute([0, 2, 1])
+    kr = rope._reinterpret(gl.int8, [WAVES, 32, 32], KR).permute([0, 2, 1])
+    vn = nope._reinterpret(gl.int8, [WAVES, 32, 256], VN)
+    k_scales = scales._reinterpret(gl.int32, [WAVES, 32, 8], _packed_layout(WAVES, (1, 2, 4), K_TOKENS))
+    v_scales = scales._reinterpret(gl.int8, [WAVES, 32, 32], _packed_layout(WAVES, (1, 2, 4, 8, 16), V_TOKENS))
+    m, norm, acc = state
+
+    # Rope's 64 dims twice in one instruction: under Q's hi and under its lo.
+    k = cdna4.async_copy.load_shared_relaxed(kr, gl.SliceLayout(1, TWICE))
+    k, _ = gl.broadcast(gl.expand_dims(k, 1), gl.zeros([WAVES, 2, 1, 1], gl.int8, TWICE))
+    k = gl.convert_layout(k.reshape([WAVES, 64, 32]), B128, assert_trivial=True)
+    s = cdna4.async_copy.load_shared_relaxed(k_scales.slice(6, 1, 2), SCALE) >> ((_iota(4, 2, SCALE, 3) & 1) * 8)
+    unit = gl.full([WAVES, 16, 4], 127, gl.uint8, _scale_layout(WAVES, 16))
+    x = gl.zeros([WAVES, 16, 32], gl.float32, M128)
+    x = _mfma_scaled(_each_wave(q_rope, A128, WAVES), unit, k, s.to(gl.uint8), x)
+    words = cdna4.async_copy.load_shared_relaxed(k_scales.slice(0, 4, 2), SCALE)
+    for c in gl.static_range(4):
+        _gfx950_wave_instruction("")
+        k = cdna4.async_copy.load_shared_relaxed(kn.slice(64 * c, 64, 1), B128)
+        s = (words >> (8 * c)).to(gl.uint8)
+        x = _mfma_scaled(q[c], unit, k, s, x)
+        x = _mfma_scaled(_each_wave(q_lo.slice(128 * c, 128, 1), A128, WAVES), unit, k, s, x)
+
+    p, m_new, norm, rescale = _gfx950_softmax(x, m, norm, left, logit_scale, 0.0, WAVES)
+    _gfx950_wave_instruction("")
+    p = gl.convert_layout(p.to(gl.bfloat16), P, assert_trivial=True)
+    # A lane's values all belong to one block, so the conversion applies their scales; only their exponents count, and
+    # NaN has reached the scores.
+    v_scale = cdna4.async_copy.load_shared_relaxed(v_scales.slice(0, 16, 2), V).to(gl.int32) & 255
+    v_scale = (v_scale << 23).to(gl.float32, bitcast=True)
+    acc_new = ()
+    for half in gl.static_range(2):
+        _gfx950_wave_instruction("")
+        v = cdna4.async_copy.load_shared_relaxed(vn.slice(128 * half, 128, 2), _value_layout(WAVES))
+        words = _words_of(v.reshape([WAVES, 32, 16, 8]))
+        for word in gl.static_range(2):
+            _gfx950_wave_instruction("")
+            for byte in gl.static_range(4):
+                even, odd = _mxfp4_values(gl.convert_layout(words[word], V), v_scale, byte)
+                a = acc[16 * half + 8 * word + 2 * byte] * rescale[:, :, None]
+                b = acc[16 * half + 8 * word + 2 * byte + 1] * rescale[:, :, None]
+                acc_new = acc_new + (cdna4.mfma(p, even, a), cdna4.mfma(p, odd, b))
+    return m_new, norm, acc_new
+
+
+@_gluon_jit
+def _chunked(q):
+    """[16, 512] with its blocks of 32 dims in the order in which K's chunks take them."""
+    return q.reshape([16, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([16, 512])
+
+
+@_gluon_jit
+def _interleave(x):
+    """32 tensors [..] as one [.., 2, 2, 2, 2, 2], x[e] at e's bits, the highest first."""
+    for level in gl.static_range(5):
+        joined = ()
+        for i in gl.static_range(16 >> level):
+            joined = joined + (gl.join(x[i], x[i + (16 >> level)]),)
+        x = joined
+    return x[0]
+
+
+@_gluon_jit
+def _decode_mxfp4_gfx950(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kv_ptr,  # uint8 [total_kv, 288], rows of 16-byte multiples
+    scale_ptr,  # uint8 [>= total_kv, 24]
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp32 [total_q, SPLITS, 16, 512]
+    lse_ptr,  # fp32 [total_q, SPLITS, 16]
+    ticket_ptr,  # int32 [total_q], zero between launches
+    softmax_scale,
+    s_q,
+    stride_q_t,
+    stride_q_h,
+    stride_kv_t,
+    SPLITS: gl.constexpr,
+    WAVES: gl.constexpr,
+    ONE_LAUNCH: gl.constexpr,
+):
+    """Grid (total_q, SPLITS), WAVES waves, tiles of 32 * WAVES tokens in two LDS buffers of packed rows and scales.
+
+    Scores: Q as hi + lo fp8 against the packed K under its scales, by the scaled matrix instruction. Output: bf16 P
+    against V, converted in registers under its scales, exact. docs/mxfp4.md has the layouts.
+    """
+    gl.static_assert(gl.num_warps() == WAVES)
+    gl.static_assert(WAVES > 1 or not ONE_LAUNCH)
+    TILE: gl.constexpr = 32 * WAVES
+    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
+    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
+    STAT: gl.constexpr = gl.SliceLayout(2, M32)
+    QN: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+    QR: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
+    # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
+    t = gl.program_id(0)
+    split = gl.program_id(1)
+
+    # Q before KV: loads complete in order.
+    q_row = q_ptr + t.to(gl.int64) * stride_q_t
+    qn = cdna4.buffer_load(q_row, _iota(16, 0, QN, 2) * stride_q_h + _iota(512, 1, QN, 2)).to(gl.float32)
+    qr = cdna4.buffer_load(q_row + 512, _iota(16, 0, QR, 2) * stride_q_h + _iota(64, 1, QR, 2)).to(gl.float32)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, TILE)
+    n_tiles = last - first
+    left = gl.minimum(kv_end - kv_start, last * TILE) - first * TILE
+    scale_row = kv_start + first * TILE
+    kv_rows = kv_ptr + scale_row.to(gl.int64) * stride_kv_t
+
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    tile = (
+        gl.allocate_shared_memory(gl.int8, [2, WAVES, 32, 256], FLAT),
+        gl.allocate_shared_memory(gl.int8, [2, WAVES, 32, 32], FLAT),
+        gl.allocate_shared_memory(gl.int8, [2, WAVES, 32, 32], FLAT),
+    )
+    offs_s = _scale_offsets(WAVES)
+    offs = (
+        _copy_offsets(stride_kv_t, 16, 256, WAVES), _copy_offsets(stride_kv_t, 32, 32, WAVES), offs_s[0], offs_s[1],
+    )  # fmt: skip
+    if left > 0:
+        _mxfp4_issue(tile, offs, kv_rows, scale_ptr, scale_row, left, stride_kv_t, 0, WAVES)
+
+    qn, qr, logit_scale = _gfx950_pairs(qn, qr, softmax_scale, WAVES, STAT)
+    Q_SMEM: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    q_rope = gl.allocate_shared_memory(gl.float8e4nv, [16, 128], Q_SMEM)
+    q_rope.slice(0, 64, 1).store(qr[0])
+    q_rope.slice(64, 64, 1).store(qr[1])
+    q_hi = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], Q_SMEM)
+    q_hi.store(_chunked(qn[0]))
+    q_lo = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], Q_SMEM)
+    q_lo.store(_chunked(qn[1]))
+    q = ()
+    for c in gl.static_range(4):
+        q = q + (_each_wave(q_hi.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES),)
+
+    # Not -inf: a wave with all rows past the end keeps it, and inf - inf is NaN.
+    m = gl.full([WAVES, 16], -3.4e38, gl.float32, STAT)
+    acc = ()
+    for _ in gl.static_range(32):
+        acc = acc + (gl.zeros([WAVES, 16, 16], gl.float32, M32),)
+    state = (m, gl.zeros([WAVES, 16], gl.float32, STAT), acc)
+    buf = 0
+    for _ in range(n_tiles):
+        # This buffer has landed and every wave has read the other one.
+        cdna4.async_copy.wait_group(0)
+        kv_rows += TILE * stride_kv_t
+        scale_row += TILE
+        if left > TILE:
+            _mxfp4_issue(tile, offs, kv_rows, scale_ptr, scale_row, left - TILE, stride_kv_t, buf ^ 1, WAVES)
+        state = _mxfp4_step(tile, q, q_lo, q_rope, state, left, logit_scale, buf, WAVES)
+        left -= TILE
+        buf ^= 1
+
+    m, norm, acc = state
+    top = gl.max(m, 0)
+    weight = gl.exp2(m - top[None, :])
+    total = gl.sum(norm * weight, 0)
+    weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
+    merge = gl.allocate_shared_memory(gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
+    weighed = ()
+    for e in gl.static_range(32):
+        weighed = weighed + (acc[e] * weight[:, :, None],)
+    merge.store(_interleave(weighed).reshape([WAVES, 16, 512]))
+    lse = top + gl.log2(total)
+    _gfx950_finish(merge, lse, 1.0, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH)
 
 
 # ---- tuning table ----
@@ -1065,16 +1405,18 @@ TABLE: tuple[Row, ...] = (
     Row("gpu", None, None, _GPU),
 )
 
-# Over the mxfp4 cache wherever it is asked for.
+# Over the mxfp4 cache: for any GPU where it is asked for, then by target, predicted by `python -m bench.mxfp4_gfx950`.
+# On Hopper decoding costs more than the bytes save, so nothing is on offer there (docs/mxfp4.md).
 _MXFP4 = (Config("triton_mxfp4", block_n=32), Config("torch_chunked_mxfp4", splits=1))
 # From here on attention over the mxfp4 cache stays within the written tolerance, for standard normal inputs: of 8192
 # tokens 99.7 % of the elements do, of 1024 only 74 %, and four sequences vary too much to be sure of 99.5 %
 # (`python -m bench.mxfp4_policy`, docs/mxfp4.md).
 MXFP4_MIN_KV_LEN, MXFP4_MIN_BATCH = 8192, 32
+_MXFP4_OF: dict[str, tuple[Config, ...]] = {"gfx950": (Config("gfx950_mxfp4", 0, 128, 4),)}
 KV_CHOICES = ("fp8", "mxfp4", "auto")
 
 MAX_SPLITS = 32
-MAX_CANDIDATES = 6
+MAX_CANDIDATES = 7
 
 
 def choose_splits(rows: int, kv_len: int, block_n: int, num_cu: int, programs_per_cu: int) -> int:
@@ -1115,19 +1457,20 @@ def select_config(
     """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in.
 
     kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
-    tokens or MXFP4_MIN_BATCH sequences.
+    tokens or MXFP4_MIN_BATCH sequences. Untimed, fp8 goes before mxfp4.
     """
-    if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
-        kv = "fp8"
+    small = kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH
+    # Of a small batch one program would merge too many partials.
+    packed = tuple(replace(c, one_launch=batch_size >= MXFP4_MIN_BATCH) for c in _MXFP4_OF.get(target.name, ()))
     for row in TABLE:
         if row.target == target.name and row.batch_size in (None, batch_size) and row.kv_seq_len in (None, kv_seq_len):
-            configs = row.configs + _MXFP4 if kv == "mxfp4" else row.configs
+            configs = row.configs
+            if kv == "mxfp4":
+                configs = packed + _MXFP4
+            elif kv == "auto" and not small:
+                configs = configs[:1] + packed + configs[1:]
             rows = batch_size * q_seq_len
-            return tuple(
-                _with_splits(config, rows, kv_seq_len, target)
-                for config in configs
-                if kv == "auto" or (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4")
-            )
+            return tuple(_with_splits(config, rows, kv_seq_len, target) for config in configs)
     raise ValueError(f"target: expected one of {sorted({row.target for row in TABLE})}, got {target.name!r}")
 
 
@@ -1265,6 +1608,7 @@ class Problem:
     uniform: bool
     empty: bool  # no token at all
     aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
+    packed: bool  # so are those of Q and of the mxfp4 cache, and its scales are rows of 24 bytes without a gap
     contiguous: bool  # Q and the bf16 and fp8 caches
 
     @property
@@ -1355,6 +1699,25 @@ def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
         SPLITS=config.splits, BLOCK_N=config.block_n, SCALE_ALIGN=bits & -bits, num_warps=config.num_warps,
     )  # fmt: skip
     if config.splits > 1:
+        _launch_combine(part, lse, _unit_scale(problem.device), out, dependent=False)
+    return out
+
+
+def _run_gfx950_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
+    """One launch when a sequence is not split or `one_launch` says so, else two."""
+    q, kv_data, _, kv_indptr, _ = data
+    packed, scales = (x.view(torch.uint8) for x in kv_data["mxfp4"])
+    problem, config = plan.problem, plan.config
+    out = _output(problem)
+    part, lse = _partials(problem, config.splits, torch.float32) if config.splits > 1 else (out, out)
+    one_launch = config.one_launch and config.splits > 1
+    _decode_mxfp4_gfx950[(problem.total_q, config.splits)](
+        q, packed, scales, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
+        problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0), q.stride(1), packed.stride(0),
+        SPLITS=config.splits, WAVES=config.num_warps, ONE_LAUNCH=one_launch, num_warps=config.num_warps,
+        waves_per_eu=2,
+    )  # fmt: skip
+    if config.splits > 1 and not one_launch:
         _launch_combine(part, lse, _unit_scale(problem.device), out, dependent=False)
     return out
 
@@ -1567,10 +1930,21 @@ def _no_gfx950(problem: Problem) -> str | None:
     return None
 
 
+def _no_gfx950_mxfp4(problem: Problem) -> str | None:
+    if gluon is None:
+        return "Triton with Gluon is not installed"
+    if _target(problem.device).name != "gfx950":
+        return f"{problem.device} is not a gfx950 GPU"
+    if not problem.packed:
+        return "it needs an mxfp4 cache and Q with addresses and row strides of 16 bytes, and scale rows of 24 bytes"
+    return None
+
+
 ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", _no_hopper, _run_hopper_fp8),
     "gfx950_fp8": Arm("fp8", _no_gfx950, _run_gfx950_fp8),
     "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
+    "gfx950_mxfp4": Arm("mxfp4", _no_gfx950_mxfp4, _run_gfx950_mxfp4),
     "triton_mxfp4": Arm("mxfp4", _no_gpu_triton, _run_triton_mxfp4),
     "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
@@ -2205,6 +2579,7 @@ def problem_of(data: tuple) -> Problem:
         uniform=total_kv == config["batch_size"] * config["kv_seq_len"],
         empty=total_kv == 0,
         aligned=_aligned(q, kv_data["fp8"][0]),
+        packed=_packed(q, *kv_data["mxfp4"]),
         contiguous=all(x.is_contiguous() for x in (q, kv_data["bf16"], kv_data["fp8"][0])),
     )
 
@@ -2411,6 +2786,11 @@ def _aligned(q: torch.Tensor, kv: torch.Tensor) -> bool:
     return bits % 16 == 0
 
 
+def _packed(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> bool:
+    tight = scales.shape[1] == scales.stride(0) == 24 and scales.numel() < 1 << 31
+    return tight and scales.data_ptr() % 16 == 0 and _aligned(q, values)
+
+
 def _key(data: tuple) -> tuple:
     """All that a call's checks and its plan depend on, read without touching the device.
 
@@ -2422,7 +2802,7 @@ def _key(data: tuple) -> tuple:
     total_kv, most = bf16.shape[0], config["batch_size"] * config["kv_seq_len"]
     sizes = (
         fp8.shape[0] == mxfp4.shape[0] == total_kv <= mxfp4_scale.shape[0], total_kv <= most, total_kv == most,
-        total_kv == 0, _aligned(q, fp8),
+        total_kv == 0, _aligned(q, fp8), _packed(q, mxfp4, mxfp4_scale),
     )  # fmt: skip
     layout = tuple((x.shape[1:], x.stride(), x.dtype, x.device) for x in caches) + tuple(
         (x.shape, x.stride(), x.dtype, x.device) for x in (q, fp8_scale, qo_indptr, kv_indptr)

@@ -114,9 +114,9 @@ DECODE_TYPES = {
 }
 
 
-def _compile(source_class, fn, constexprs: dict, **options):
+def compile_kernel(source_class, fn, constexprs: dict, types: dict | None = None, **options):
     """As a launch with the official arguments compiles it: addresses and strides of 16 bytes, tensors under 2 GiB."""
-    signature = {name: "constexpr" if name in constexprs else DECODE_TYPES[name] for name in fn.arg_names}
+    signature = {name: "constexpr" if name in constexprs else (types or DECODE_TYPES)[name] for name in fn.arg_names}
     attributes = {}
     for i, (name, kind) in enumerate(signature.items()):
         if kind[0] == "*" or name.startswith("stride"):
@@ -138,7 +138,7 @@ def compile_decode(config: Config, pairs: bool = True, module=submission, s_q: i
     if s_q == 1:
         constexprs["s_q"] = 1
     options = {"num_warps": config.num_warps, "waves_per_eu": WAVES_PER_EU}
-    return _compile(GluonASTSource, module._decode_fp8_gfx950, constexprs, **options)
+    return compile_kernel(GluonASTSource, module._decode_fp8_gfx950, constexprs, **options)
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def compile_combine(splits: int):
     """The combine kernel for gfx950, as `submission` launches it, and the first size of its grid."""
     block_d, block_s, num_warps = submission.combine_shape(splits)
     constexprs = {"SPLITS": splits, "BLOCK_S": block_s, "BLOCK_D": block_d, "DEPENDENT": False}
-    return _compile(ASTSource, submission._combine, constexprs, num_warps=num_warps), 512 // block_d
+    return compile_kernel(ASTSource, submission._combine, constexprs, num_warps=num_warps), 512 // block_d
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def test_bmm_arm(monkeypatch):
         ("torch_bmm", [64, 64], 2, "one query"),
         ("triton_fp8", [64], 1, "not on a GPU"),
         ("hopper_fp8", [64], 1, "not a Hopper GPU"),
+        ("gfx950_mxfp4", [64], 1, "not a gfx950 GPU"),
         ("cuda_graphs", [64], 1, "expected one of hopper_fp8"),
     ],
 )
@@ -594,9 +595,11 @@ def test_candidates_by_cache(target):
 
 @pytest.fixture
 def plant_mxfp4(plant, monkeypatch):
-    """A fast arm over the mxfp4 cache before a slow one over bf16, on offer from 64 tokens a sequence on."""
+    """A fast arm over the mxfp4 cache beside a slow one over bf16, on offer from two sequences of 64 tokens on."""
     plant(packed=lambda data, plan: submission._run_torch_chunked(data, plan), slow=slow)
     submission.ARMS["packed"] = replace(submission.ARMS["packed"], kv="mxfp4")
+    monkeypatch.setattr(submission, "TABLE", (Row("cpu", None, None, (Config("slow", splits=1),)),))
+    monkeypatch.setitem(submission._MXFP4_OF, "cpu", (Config("packed", splits=1),))
     monkeypatch.setattr(submission, "MXFP4_MIN_KV_LEN", 64)
     monkeypatch.setattr(submission, "MXFP4_MIN_BATCH", 2)
 
@@ -612,7 +615,7 @@ def test_mxfp4_wins_unasked_only_within_tolerance(plant_mxfp4, monkeypatch, caps
     data = reference.generate_input(2, 1, 64, 3)
     submission.custom_kernel(data)
     assert submission.last_run().arm == "slow"
-    assert "dropped packed (splits=1): its cache keeps" in capsys.readouterr().err
+    assert "dropped packed (splits=1 one_launch=True): its cache keeps" in capsys.readouterr().err
     for name in ("_PLANS", "_CHOICES"):
         monkeypatch.setattr(submission, name, {})
     submission.custom_kernel(finer(data))
@@ -630,3 +633,12 @@ def test_mxfp4_asked_for_need_not_be_within_tolerance(plant_mxfp4, monkeypatch):
 def test_mxfp4_is_not_on_offer_for_shorter_sequences_or_a_small_batch(plant_mxfp4, lengths, kv_seq_len):
     submission.custom_kernel(finer(ragged_input(lengths, kv_seq_len=kv_seq_len)))
     assert submission.last_run().arm == "slow"
+
+
+def test_packed_rows_are_told_from_other_layouts():
+    q, (values, scales) = GOOD[0], GOOD[1]["mxfp4"]
+    scales = scales.view(torch.uint8)
+    assert submission._packed(q, values, scales)
+    assert not submission._packed(q, values, scales[:, :18])
+    assert not submission._packed(q, values, torch.empty(256, 32, dtype=torch.uint8)[:, :24])
+    assert not submission._packed(q, values, scales[1:])

@@ -4,14 +4,19 @@ import functools
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import reference
 import submission
+from bench import mxfp4_gfx950
+from bench.gfx950 import resources
 from submission import LOG2E
+from task import BENCHMARKS
 from tests.inputs import ragged_input, relative_error
 from tests.test_compile import MXFP4
 
 from . import TritonKernel
+from .kernels import unexpected, with_fault
 
 KERNEL_ERROR = 3e-3
 
@@ -50,8 +55,11 @@ def run_portable(data, splits: int, **options):
     outputs = {"out_ptr": out, "part_ptr": part, "lse_ptr": lse}
     run = portable(splits).launch((splits, q.shape[0]), inputs | scalars | outputs, read_only=tuple(inputs), **options)
     assert not run.findings
-    if splits == 1:
-        return out
+    return out if splits == 1 else merged(part, lse)
+
+
+def merged(part: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The partials of each query row weighed by 2^lse, in float64."""
     weights = torch.exp2(lse.double() - torch.logsumexp(lse.double() / LOG2E, 1, keepdim=True) * LOG2E)
     return (torch.where(lse.isneginf()[..., None], 0.0, part.double()) * weights.nan_to_num()[..., None]).sum(1)
 
@@ -70,3 +78,138 @@ def test_portable_kernel_sees_nan_and_keeps_it_in_its_sequence():
     output, expected = run_portable(data, 2), reference.oracle(data, "mxfp4")
     assert output[0].isnan().all()
     assert relative_error(output[1], expected[1]) < KERNEL_ERROR
+
+
+# ---- the Gluon kernel
+
+
+def run_gluon(data, splits: int, one_launch: bool = False, module=submission, ticket=None, **options):
+    """Output (total_q, 16, 512); two launches' partials are merged in float64. Scales' padding columns are NaN."""
+    q, kv_data, _, kv_indptr, config = data
+    packed, scales = (x.view(torch.uint8).clone() for x in kv_data["mxfp4"])
+    packed, scales = packed[:, 0].contiguous(), scales[: packed.shape[0]].contiguous()
+    scales[:, 18:] = 255
+    out = torch.full((q.shape[0], 16, 512), torch.nan, dtype=torch.bfloat16)
+    part = torch.full((q.shape[0], splits, 16, 512), torch.nan)
+    lse = torch.full((q.shape[0], splits, 16), torch.nan)
+    ticket = torch.zeros(q.shape[0], dtype=torch.int32) if ticket is None else ticket
+    inputs = {"q_ptr": q, "kv_ptr": packed, "scale_ptr": scales, "kv_indptr": kv_indptr}
+    scalars = {
+        "softmax_scale": config["sm_scale"] * LOG2E, "s_q": config["q_seq_len"], "stride_q_t": q.stride(0),
+        "stride_q_h": q.stride(1), "stride_kv_t": packed.stride(0),
+    }  # fmt: skip
+    outputs = {"out_ptr": out, "part_ptr": part, "lse_ptr": lse, "ticket_ptr": ticket}
+    kernel = TritonKernel(mxfp4_gfx950.compile_decode(splits, one_launch, module))
+    run = kernel.launch((q.shape[0], splits), inputs | scalars | outputs, read_only=tuple(inputs), **options)
+    assert module is not submission or unexpected(run) == []
+    return out if splits == 1 or one_launch else merged(part, lse)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_lengths_around_a_tile(splits):
+    """Starts are odd rows; waves of a last tile have 32, some and no rows; four tiles use both buffers twice."""
+    data = ragged_input([127, 1, 0, 129, 2 * 128 + 31, 4 * 128 if splits == 1 else 33])
+    output, expected = run_gluon(data, splits), reference.oracle(data, "mxfp4")
+    assert not output[2].any()
+    for b in range(len(expected)):
+        assert relative_error(output[b], expected[b]) < KERNEL_ERROR, f"sequence {b}"
+
+
+def test_several_queries_are_bottom_right_causal():
+    data = ragged_input([66, 2, 0], s_q=3)
+    output = run_gluon(data, 1)
+    assert not output[[3, 6, 7, 8]].any()
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+
+
+def test_larger_queries():
+    data = ragged_input([300], q_factor=6.0)
+    assert relative_error(run_gluon(data, 2), reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+
+
+def test_loads_may_land_late():
+    data = ragged_input([4 * 128 + 7])
+    early = run_gluon(data, 1)
+    for late in ("late", "random"):
+        assert torch.equal(run_gluon(data, 1, late_loads=late, seed=4, quantum=3), early)
+
+
+def test_one_launch_whatever_the_order_of_programs():
+    data, ticket = ragged_input([300, 0]), torch.zeros(2, dtype=torch.int32)
+    outputs = [
+        run_gluon(data, 3, True, ticket=ticket, order=order, concurrent=0, quantum=500, late_loads="late")
+        for order in ("ascending", "descending")
+    ]
+    assert torch.equal(*outputs) and not ticket.any()
+    assert relative_error(outputs[0], reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+
+
+@pytest.mark.parametrize("block", [2, 17])
+def test_a_scale_of_nan_surfaces_in_its_sequence_alone(block):
+    data = ragged_input([37, 60, 41])
+    data[1]["mxfp4"][1].view(torch.uint8)[37 + 5, block] = 255
+    output, expected = run_gluon(data, 1), reference.oracle(data, "mxfp4")
+    assert output[1].isnan().all()
+    for b in (0, 2):
+        assert relative_error(output[b], expected[b]) < KERNEL_ERROR
+
+
+def test_scales_over_many_octaves_stay_exact():
+    """Latent blocks 120 octaves apart: exact in V, and in K where Q, one power of two a head, keeps its 20 bits."""
+    data = ragged_input([150])
+    octaves = torch.linspace(-60, 60, 16).round().int()
+    scales = data[1]["mxfp4"][1].view(torch.uint8)
+    scales[:150, :16] = (scales[:150, :16].int() + octaves).to(torch.uint8)
+    data[0][..., :512] = 0
+    output = run_gluon(data, 1).unflatten(2, (16, 32))
+    expected = reference.oracle(data, "mxfp4").unflatten(2, (16, 32))
+    for block in range(16):
+        assert relative_error(output[:, :, block], expected[:, :, block]) < KERNEL_ERROR, f"block {block}"
+
+
+FAULTS = {
+    "neighbour's scale in K": ("(words >> (8 * c))", "(words >> (8 * (c ^ 1)))"),
+    "neighbour's scale in V": ("v_scales.slice(0, 16, 2)", "v_scales.slice(16, 16, 2)"),
+    "swapped nibbles": (
+        "cdna4.mfma(p, even, a), cdna4.mfma(p, odd, b)",
+        "cdna4.mfma(p, odd, a), cdna4.mfma(p, even, b)",
+    ),
+    "scale stride 18": ("_iota(32, 1, LAYOUT, 3)) * 24", "_iota(32, 1, LAYOUT, 3)) * 18"),
+    "dropped tile": ("range(n_tiles):", "range(n_tiles - 1):"),
+    "rope without Q's low half": ("q_rope.slice(64, 64, 1).store(qr[1])", "q_rope.slice(64, 64, 1).store(qr[0])"),
+    "load into the buffer in use": ("left - TILE, stride_kv_t, buf ^ 1", "left - TILE, stride_kv_t, buf"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault, tmp_path):
+    data = ragged_input([450])
+    output = run_gluon(data, 1, module=with_fault(tmp_path, *FAULTS[fault]), late_loads="late")
+    assert not relative_error(output, reference.oracle(data, "mxfp4")) < 3 * KERNEL_ERROR
+
+
+@pytest.mark.parametrize("splits, one_launch", [(1, False), (2, False), (4, True), (8, True)])
+def test_budget(splits, one_launch):
+    r = resources(mxfp4_gfx950.compile_decode(splits, one_launch))
+    assert (r.spills, r.scratch_bytes, r.agprs) == (0, 0, 0)
+    assert r.waves_per_cu >= mxfp4_gfx950.WAVES and r.lds_bytes <= 160 * 1024
+    loop = mxfp4_gfx950.examine(splits, one_launch)
+    executed = {instruction.split()[0]: 0 for instruction in loop.executed}
+    for instruction, count in loop.executed.items():
+        executed[instruction.split()[0]] += count
+    # Per wave and 32 tokens: two blocks of 16 tokens, four chunks of 128 dims by two halves of Q, and rope's one.
+    assert executed["v_mfma_scale_f32_16x16x128_f8f6f4"] == 2 * (4 * 2 + 1)
+    assert executed["v_mfma_f32_16x16x32_bf16"] == 512 // 16
+    # Two values each, V once; nothing else of the cache is converted.
+    assert executed["v_cvt_scalef32_pk_bf16_fp4"] == 32 * 512 // 64 // 2
+    assert executed["buffer_load_dwordx4"] * 64 * 16 == 32 * (256 + 32 + 32)
+    assert sum(loop.clocks_per_64().values()) < 2450
+
+
+def test_report():
+    app = mxfp4_gfx950.typer.Typer()
+    app.command()(mxfp4_gfx950.main)
+    result = CliRunner().invoke(app)
+    assert result.exit_code == 0, result.output
+    assert "never run on a card" in result.output
+    assert all("{batchsize}x{kvseqlen}".format(**case) in result.output for case in BENCHMARKS)
