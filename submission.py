@@ -1043,14 +1043,14 @@ _GFX950_MERGED = (_gfx950(4, one_launch=True), _gfx950(4))
 # the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
     Row("cpu", None, None, _TORCH[1:]),
-    _hopper(4, 1024, 16),  # 10.0 us, reader 5.1
-    _hopper(4, 8192, 32),  # 15.8 us, reader 10.3
-    _hopper(32, 1024, 4),  # 15.9 us, reader 10.2
-    _hopper(32, 8192, 8),  # 54.0 us, reader 45.6
-    _hopper(64, 1024, 2),  # 22.5 us, reader 16.2
-    _hopper(64, 8192, 4),  # 89.1 us, reader 78.6
-    _hopper(256, 1024, 1),  # 52.3 us, reader 46.0
-    _hopper(256, 8192, 1),  # 291.7 us, reader 275.0
+    _hopper(4, 1024, 16),  # 9.6 us, reader 5.0
+    _hopper(4, 8192, 32),  # 16.4 us, reader 10.3
+    _hopper(32, 1024, 4),  # 16.0 us, reader 10.3
+    _hopper(32, 8192, 8),  # 55.1 us, reader 46.1
+    _hopper(64, 1024, 2),  # 22.7 us, reader 16.2
+    _hopper(64, 8192, 4),  # 89.9 us, reader 79.0
+    _hopper(256, 1024, 1),  # 52.1 us, reader 46.8
+    _hopper(256, 8192, 1),  # 292.7 us, reader 274.8
     _hopper(None, None, 0),
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
     # while few splits meet in one program; AITER by its schedules' busy CUs and longest CU, see docs/aiter.md.
