@@ -122,6 +122,16 @@ def test_same_shape_with_other_data_is_computed_anew():
     assert relative_error(output, reference.oracle(second, "bf16")) < 3e-3
 
 
+def test_two_devices_never_share_a_buffer():
+    """Two GPUs are seen in tests/test_gpu.py; here a second device that holds no memory stands in."""
+    problem = submission.problem_of(ragged_input([64, 30]))
+    elsewhere = replace(problem, device=torch.device("meta"))
+    for make in (submission._output, submission._tickets, lambda p: submission._partials(p, 2)[0]):
+        assert make(problem).device.type == "cpu"
+        assert make(elsewhere).device.type == "meta"
+        assert make(problem) is make(problem)
+
+
 def test_a_growing_cache_does_not_grow_the_state():
     for length in (10, 11, 12, 13):
         submission.custom_kernel(ragged_input([length, 5], kv_seq_len=64))
