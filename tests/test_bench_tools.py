@@ -1,0 +1,85 @@
+"""The measuring scripts as far as a CPU can run them: they refuse, choose, draw and write what they say."""
+
+import json
+import random
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import reference
+import submission
+from bench import dispatch, random_shapes, roofline, sweep
+from task import BENCHMARKS
+from tests.eval_stand_ins import ROOT
+
+RUNNER = CliRunner()
+
+
+def app(function):
+    tool = typer.Typer()
+    tool.command()(function)
+    return tool
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a GPU")
+@pytest.mark.parametrize("function", [sweep.sweep, random_shapes.random_shapes])
+def test_gpu_tools_say_what_they_need(function):
+    result = RUNNER.invoke(app(function), [])
+    assert result.exit_code == 2
+    assert "found none" in result.output
+
+
+@pytest.mark.parametrize("case", BENCHMARKS, ids=lambda c: f"{c['batchsize']}x{c['kvseqlen']}")
+def test_sweeps_hold_the_tables_configurations(case):
+    shape = case["batchsize"], case["kvseqlen"]
+    swept = sweep.hopper_configs(*shape, num_cu=132)
+    assert submission.select_config(*shape, submission.Target("sm90", 132))[0] in swept
+    portable = submission.select_config(*shape, submission.Target("gpu", 132))[0]
+    assert portable in sweep.portable_configs(*shape, num_cu=132)
+
+
+def test_sample_error_sees_a_wrong_sequence():
+    data = reference.generate_input(5, 1, 70, 3)
+    right = reference.oracle(data, "fp8").bfloat16()
+    wrong = right.clone()
+    wrong[4] = 0
+    assert sweep.sample_error(data, right) < 3e-3 < 0.1 < sweep.sample_error(data, wrong)
+
+
+def test_random_shapes_are_valid_arguments(monkeypatch):
+    monkeypatch.setattr(random_shapes, "MAX_TOKENS", 20_000)
+    bf16 = torch.randn(20_000, 1, 576).bfloat16()
+    pool = {"bf16": bf16, "fp8": reference.quantize_fp8(bf16), "mxfp4": reference.quantize_mxfp4(bf16)}
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(60):
+        lengths, s_q = random_shapes.draw_lengths(rng), rng.randint(1, 4)
+        assert 1 <= len(lengths) <= random_shapes.MAX_BATCH and 0 <= max(lengths) <= random_shapes.MAX_KV
+        if sum(lengths) <= 20_000:
+            submission.check_arguments(random_shapes.make_case(pool, lengths, s_q, rng))
+            seen.add((len(lengths) > 8, len(set(lengths)) > 1))
+    assert len(seen) == 4, "small and large batches, equal and ragged"
+
+
+def test_dispatch_reports_first_and_later_calls(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    path = tmp_path / "dispatch.json"
+    result = RUNNER.invoke(app(dispatch.dispatch), ["--case", "2x64", "--repeats", "3", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["case"] == "2x64" and row["first_call_s"] > 0
+    assert row["custom_kernel_us"] > 0 and row["arm_us"] > 0
+
+
+def test_roofline_draws_the_recorded_result(tmp_path):
+    picture = tmp_path / "roofline.png"
+    recorded = ROOT / "docs" / "data" / "peers_h200.json"
+    result = RUNNER.invoke(app(roofline.roofline), [str(recorded), str(picture)])
+    assert result.exit_code == 0, result.output
+    assert plt.imread(picture).shape[1] > 1000
+    empty = tmp_path / "empty.json"
+    empty.write_text(json.dumps({"cases": {}, "environment": {}}))
+    assert RUNNER.invoke(app(roofline.roofline), [str(empty), str(picture)]).exit_code == 2
