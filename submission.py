@@ -2105,6 +2105,8 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
             _bind_reduce()
     except AiterUnfit as reason:
         return str(reason)
+    except Exception as error:  # an op that is missing, or fails to build, must not keep other arms from serving
+        return f"AITER fails: {type(error).__name__}: {error}"
     return None
 
 
@@ -2444,7 +2446,8 @@ def custom_kernel(data: tuple) -> torch.Tensor:
 
     Returns bfloat16 (batch_size * q_seq_len, 16, 512), owned by this module, valid until the next call with the same
     device, batch_size, q_seq_len and kv_seq_len. Inputs are never written. Query i of a sequence sees all but its last
-    q_seq_len - 1 - i tokens; without a token to see it is zero. There is no gradient.
+    q_seq_len - 1 - i tokens; without a token to see it is zero. There is no gradient. Where an AITER
+    arm serves, token 0 of the cache must be finite: the kernels read it in place of the tokens a last tile lacks.
 
     The first call of a shape proves and times the arms on its input, so it synchronises and cannot be captured in a
     graph; later ones neither synchronise nor allocate. Calls of one shape share scratch: order them on one queue.

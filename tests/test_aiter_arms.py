@@ -262,6 +262,43 @@ def test_layout_without_an_argument_we_need_is_refused(aiter, op, dropped):
     assert ARMS["aiter_direct_a16w8"].why_not(problem()).startswith(f"{op}: ")
 
 
+@pytest.mark.parametrize("name", [STAGE1, REDUCE, "get_mla_metadata_v1", "get_mla_metadata_info_v1", "dtypes"])
+def test_missing_op_leaves_the_call_to_other_arms(aiter, monkeypatch, small, name):
+    model = aiter()
+    monkeypatch.delattr(model.module, name)
+    monkeypatch.setenv("MLA_TUNE", "0")
+    assert ARMS["aiter_direct_a16w8"].why_not(problem()).startswith("AITER fails: AttributeError")
+    output = submission.custom_kernel(small)
+    assert reference.strict_check(small, output, submission.last_run().kv).passed
+
+
+def test_failing_metadata_op_refuses_the_arm(aiter, monkeypatch):
+    model = aiter()
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(model.module, "get_mla_metadata_v1", fails)
+    assert ARMS["aiter_direct_a16w8"].why_not(problem()) == "AITER fails: RuntimeError: no compiler"
+
+
+def test_a_first_token_that_is_not_finite_is_seen_at_once(aiter, monkeypatch, capsys):
+    """The kernels read token 0 for the missing tokens of a last tile; the dispatch's proof drops the arm."""
+    aiter()
+    data = reference.generate_input(3, 1, 520, seed=7)
+    data[1]["fp8"][0].view(torch.uint8)[0, 0, 3] = 0x7F
+    monkeypatch.setenv("MLA_BACKEND", "aiter_own_a16w8")
+    with pytest.raises(RuntimeError, match="no arm is right"):
+        submission.custom_kernel(data)
+
+
+@pytest.mark.parametrize("batch, refused", [(455, False), (456, True)])
+def test_bf16_pool_counts_two_bytes(aiter, batch, refused):
+    aiter()
+    reason = ARMS["aiter_bf16"].why_not(problem(batch_size=batch, kv_seq_len=8192))
+    assert (reason is not None and "4294967296 bytes" in reason) == refused
+
+
 def test_new_optional_argument_is_left_alone(aiter, small):
     aiter(schemas={STAGE1: SCHEMAS["pin"][STAGE1] + ", int brand_new=0"})
     plan = plan_for(small, "aiter_own_a16w8")
