@@ -145,6 +145,22 @@ def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 # ----- inputs
 
 
+def case_config(batchsize: int, qseqlen: int, kvseqlen: int) -> dict:
+    """The fifth argument of `custom_kernel`; `kvseqlen` is the length of every sequence, or of the longest."""
+    return {
+        "batch_size": batchsize,
+        "num_heads": NUM_HEADS,
+        "num_kv_heads": NUM_KV_HEADS,
+        "qk_head_dim": QK_HEAD_DIM,
+        "kv_lora_rank": KV_LORA_RANK,
+        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "v_head_dim": V_HEAD_DIM,
+        "q_seq_len": qseqlen,
+        "kv_seq_len": kvseqlen,
+        "sm_scale": SM_SCALE,
+    }
+
+
 def generate_input(batchsize: int, qseqlen: int, kvseqlen: int, seed: int) -> input_t:
     """Draw one case on the GPU if there is one, else on the CPU: `q` first, then the KV cache, standard normal.
 
@@ -169,19 +185,7 @@ def generate_input(batchsize: int, qseqlen: int, kvseqlen: int, seed: int) -> in
     kv = draw(batchsize * kvseqlen, NUM_KV_HEADS, QK_HEAD_DIM)
     kv_data = {"bf16": kv, "fp8": quantize_fp8(kv), "mxfp4": quantize_mxfp4(kv)}
     steps = torch.arange(batchsize + 1, dtype=torch.int32, device=device)
-    config = {
-        "batch_size": batchsize,
-        "num_heads": NUM_HEADS,
-        "num_kv_heads": NUM_KV_HEADS,
-        "qk_head_dim": QK_HEAD_DIM,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
-        "v_head_dim": V_HEAD_DIM,
-        "q_seq_len": qseqlen,
-        "kv_seq_len": kvseqlen,
-        "sm_scale": SM_SCALE,
-    }
-    return q, kv_data, steps * qseqlen, steps * kvseqlen, config
+    return q, kv_data, steps * qseqlen, steps * kvseqlen, case_config(batchsize, qseqlen, kvseqlen)
 
 
 # ----- attention

@@ -17,7 +17,7 @@ import typer
 import reference
 import submission
 from bench.cli import make_console, progress_bar
-from task import KV_LORA_RANK, NUM_HEADS, NUM_KV_HEADS, QK_HEAD_DIM, QK_ROPE_HEAD_DIM, SM_SCALE, V_HEAD_DIM
+from task import NUM_HEADS, QK_HEAD_DIM
 
 MAX_BATCH, MAX_KV, MAX_Q = 300, 9000, 4
 MAX_TOKENS = MAX_BATCH * MAX_KV
@@ -43,18 +43,7 @@ def make_case(pool: dict, lengths: list[int], s_q: int, rng: random.Random) -> t
         "mxfp4": (pool["mxfp4"][0][rows], pool["mxfp4"][1][rows]),
     }
     q = torch.randn(batch_size * s_q, NUM_HEADS, QK_HEAD_DIM, device=device).bfloat16()
-    config = {
-        "batch_size": batch_size,
-        "num_heads": NUM_HEADS,
-        "num_kv_heads": NUM_KV_HEADS,
-        "qk_head_dim": QK_HEAD_DIM,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
-        "v_head_dim": V_HEAD_DIM,
-        "q_seq_len": s_q,
-        "kv_seq_len": max(lengths),
-        "sm_scale": SM_SCALE,
-    }
+    config = reference.case_config(batch_size, s_q, max(lengths))
     kv_indptr = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     qo_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * s_q
     return q, kv_data, qo_indptr, kv_indptr, config

@@ -3,7 +3,7 @@
 import torch
 
 import reference
-from task import KV_LORA_RANK, NUM_HEADS, NUM_KV_HEADS, QK_HEAD_DIM, QK_ROPE_HEAD_DIM, SM_SCALE, V_HEAD_DIM
+from task import NUM_HEADS, QK_HEAD_DIM
 
 
 def ragged_input(lengths, s_q=1, seed=0, q_factor=1.0, kv_seq_len=None, device="cpu"):
@@ -20,18 +20,7 @@ def ragged_input(lengths, s_q=1, seed=0, q_factor=1.0, kv_seq_len=None, device="
             torch.empty(0, 1, QK_HEAD_DIM // 2, dtype=torch.uint8, device=device),
             torch.empty(0, 24, dtype=torch.uint8, device=device),
         )
-    config = {
-        "batch_size": b,
-        "num_heads": NUM_HEADS,
-        "num_kv_heads": NUM_KV_HEADS,
-        "qk_head_dim": QK_HEAD_DIM,
-        "kv_lora_rank": KV_LORA_RANK,
-        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
-        "v_head_dim": V_HEAD_DIM,
-        "q_seq_len": s_q,
-        "kv_seq_len": max(lengths) if kv_seq_len is None else kv_seq_len,
-        "sm_scale": SM_SCALE,
-    }
+    config = reference.case_config(b, s_q, max(lengths) if kv_seq_len is None else kv_seq_len)
     kv_indptr = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
     qo_indptr = torch.arange(b + 1, dtype=torch.int32, device=device) * s_q
     return q.bfloat16(), {"bf16": kv, "fp8": fp8, "mxfp4": mxfp4}, qo_indptr, kv_indptr, config
