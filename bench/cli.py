@@ -282,6 +282,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def write_results(path: Path, timer: evaluator.ColdTimer, results: list[dict[str, Any]]) -> None:
+    """JSON of `results` and of what they were measured on; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"environment": evaluator.describe_environment(timer), "results": results}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def geometric_mean(values: list[float]) -> float:
     return statistics.geometric_mean(values) if values else math.nan
 

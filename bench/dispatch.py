@@ -6,7 +6,6 @@ Triton's compile cache starts empty, in a temporary folder. Every arm's error an
 itself reports it.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from rich.table import Table
 
 import eval as evaluator
 import reference
-from bench.cli import case_label, choose_cases, make_console, progress_bar
+from bench.cli import case_label, choose_cases, make_console, progress_bar, write_results
 
 
 def dispatch(
@@ -72,9 +71,7 @@ def dispatch(
     console.print(table)
     console.print(f"all first calls: {sum(row['first_call_s'] for row in results):.1f} s")
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = evaluator.describe_environment(timer)
-        json_path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        write_results(json_path, timer, results)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ with the reader kernel over the same bytes among them.
 
 import concurrent.futures
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -23,7 +22,7 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, make_console, progress_bar
+from bench.cli import case_label, choose_cases, make_console, progress_bar, write_results
 from bench.reader import Reader, cache_tensors
 from submission import Config
 
@@ -137,9 +136,7 @@ def sweep(
             table.add_row(shown, f"{row['median_us']:.1f}", f"{ratio:.3f}", f"{row['error']:.1e}")
         console.print(table)
     if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = evaluator.describe_environment(timer)
-        json_path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        write_results(json_path, timer, results)
 
 
 if __name__ == "__main__":

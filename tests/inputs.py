@@ -5,6 +5,13 @@ import torch
 import reference
 from task import NUM_HEADS, QK_HEAD_DIM
 
+# What a kernel with tiles of 64 tokens may stumble over.
+RAGGED_LENGTHS = {
+    "empty, one, tile - 1, tile, tile + 1": [0, 1, 63, 64, 65],
+    "mixed": [200, 3, 130, 0, 77],
+    "equal": [128, 128],
+}
+
 
 def ragged_input(lengths, s_q=1, seed=0, q_factor=1.0, kv_seq_len=None, device="cpu"):
     """A case with `lengths[b]` cached tokens in sequence b; q is standard normal times `q_factor`."""
@@ -30,3 +37,12 @@ def relative_error(output, expected):
     """Relative L2 error; an all-zero `expected` asks for zeros."""
     norm = expected.double().norm().item()
     return (output.double() - expected.double()).norm().item() / (norm or 1.0)
+
+
+def assert_each_sequence_close(output, data, kv, accuracy):
+    """Each sequence by itself against the oracle over the cache `kv`; one query a sequence."""
+    expected = reference.oracle(data, kv)
+    for b, length in enumerate(data[3].diff().tolist()):
+        if length == 0:
+            assert not output[b].any(), "an empty sequence yields zeros"
+        assert relative_error(output[b], expected[b]) < accuracy, f"sequence {b} of {length} tokens"
