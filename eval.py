@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def first_difference(expected: Any, got: Any, name: str = "data") -> str:
         pairs = zip(*(x.reshape(-1).view(torch.uint8).split(COMPARE_BYTES) for x in (expected, got)), strict=True)
         return "" if all(torch.equal(a, b) for a, b in pairs) else name
     if isinstance(expected, dict):
-        keys = list(expected)
+        keys: Sequence = list(expected)
         if expected.keys() != got.keys():
             return name
     elif isinstance(expected, tuple | list):
@@ -507,7 +507,7 @@ class _Session:
 
         kernel = self._kernel()
         args = dict(args)
-        data = reference.generate_input(**args)
+        data: Any = reference.generate_input(**args)
         untouched = clone_data(data)
         output = kernel(data)
         if fault := call_fault(untouched, data, output):

@@ -555,7 +555,7 @@ def _worst_group(
     size = excess.abs()
     # Of miscounted groups name the surest: a lost split rather than its heaviest token.
     rank = torch.where(size > WEIGHT_TOLERANCE, evidence, size)
-    k = rank.argmax().item()
+    k = int(rank.argmax())
     return _Miscount(excess[k].item(), right_weight, name(k), rank[k].item())
 
 
@@ -602,8 +602,8 @@ def _miscounts_at_causal_limit(
         torch.nn.functional.pad(x.view(s_q, NUM_HEADS, -1).sum(1), (s_q - keys.shape[0], 0))
         for x in errors.project(share, keys)
     )
-    last_visible = (x.diagonal().sum()[None] for x in (moved, known))
-    hidden = moved.triu(1), known.triu(1)
+    moved_last, known_last = (x.diagonal().sum()[None] for x in (moved, known))
+    moved_hidden, known_hidden = moved.triu(1), known.triu(1)
     groups = (
         (lambda x: x.sum()[None], lambda k: "the tokens past the causal limit"),
         (lambda x: x.sum(1), lambda k: f"the tokens past the causal limit of query {k}"),
@@ -614,8 +614,8 @@ def _miscounts_at_causal_limit(
         (lambda x: x.flatten(), lambda k: f"token {k % s_q - k // s_q} past the causal limit of query {k // s_q}"),
     )
     return [
-        _worst_group(*last_visible, SIGMAS, 1, lambda k: "the last token that each query sees"),
-        *(_worst_group(*map(group, hidden), SIGMAS, 0, name) for group, name in groups),
+        _worst_group(moved_last, known_last, SIGMAS, 1, lambda k: "the last token that each query sees"),
+        *(_worst_group(group(moved_hidden), group(known_hidden), SIGMAS, 0, name) for group, name in groups),
     ]
 
 
@@ -692,8 +692,8 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
     x = output.double()
     unseen = _visible(data).flatten() == 0
     if x[unseen].any():
-        row = (x[unseen].flatten(1).any(-1)).nonzero()[0].item()
-        query = unseen.nonzero()[row].item()
+        row = int(x[unseen].flatten(1).any(-1).nonzero()[0])
+        query = int(unseen.nonzero()[row])
         return StrictReport(False, f"output: expected zeros for query {query}, which sees no token", kv)
 
     q = data[0].double()
@@ -721,7 +721,7 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
 
     row_errors = _ratio((x - out).norm(dim=-1), out.norm(dim=-1)).flatten()
     row_bounds = model.error_bound(groupings["row (query * 16 + head)"])
-    row = _ratio(row_errors, row_bounds).argmax().item()
+    row = int(_ratio(row_errors, row_bounds).argmax())
     worst_row_error, row_bound = row_errors[row].item(), row_bounds[row].item()
     if not worst_row_error <= row_bound:
         query, head = divmod(row, NUM_HEADS)
@@ -730,10 +730,10 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
     miscount, variance = _judge_tokens(data, x, kv, out, lse)
     element_errors = (x - out).abs()
     element_bounds = model.element_bound(out, data[4]["sm_scale"] * q[..., :V_HEAD_DIM], variance)
-    k = _ratio(element_errors, element_bounds).argmax().item()
+    k = int(_ratio(element_errors, element_bounds).argmax())
     worst_element_error, element_bound = element_errors.flatten()[k].item(), element_bounds.flatten()[k].item()
     if not worst_element_error <= element_bound:
-        query, head, dim = (i.item() for i in torch.unravel_index(torch.tensor(k), out.shape))
+        query, head, dim = (int(i) for i in torch.unravel_index(torch.tensor(k), out.shape))
         where = f"query {query}, head {head}, dim {dim}"
         failures.append(f"error {worst_element_error:.2e} > {element_bound:.2e} of {where}")
 
@@ -742,7 +742,7 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
     for name, group in groupings.items():
         gains = _ratio(group(dot).sum(-1) - group(square).sum(-1), group(square).sum(-1))
         tolerances = model.slope_bound(group)
-        k = (gains.abs() / tolerances).argmax().item()
+        k = int((gains.abs() / tolerances).argmax())
         gain, tolerance = gains[k].item(), tolerances[k].item()
         if name == "all rows":
             slope = 1 + gain

@@ -119,7 +119,7 @@ OWN_SUBMISSION = evaluator.ROOT / "submission.py"
 DEFAULT_TIMEOUT_S = 900.0
 
 
-def case_label(args: dict[str, Any]) -> str:
+def case_label(args: Mapping[str, Any]) -> str:
     """`32x8192`, with `x2` appended for two queries a sequence."""
     sizes = [args.get(name, "?") for name in ("batchsize", "kvseqlen", "qseqlen")]
     return "x".join(str(size) for size in (sizes if sizes[2] != 1 else sizes[:2]))

@@ -9,6 +9,7 @@ of one pool, so that drawing them costs nothing; queries are new each time. Exit
 import os
 import random
 import time
+from collections import Counter
 from typing import Annotated
 
 import torch
@@ -64,7 +65,8 @@ def random_shapes(
     torch.manual_seed(seed)
     bf16 = torch.randn(MAX_TOKENS, 1, QK_HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     pool = {"bf16": bf16, "fp8": reference.quantize_fp8(bf16), "mxfp4": reference.quantize_mxfp4(bf16)}
-    failures, worst, arms = 0, 0.0, {}
+    failures, worst = 0, 0.0
+    arms: Counter[str] = Counter()
     start_s = time.monotonic()
     with progress_bar("random shapes", count) as (progress, task):
         for _ in range(count):
@@ -72,8 +74,9 @@ def random_shapes(
             data = make_case(pool, lengths, s_q, rng)
             output = submission.custom_kernel(data)
             selection = submission.last_run()
+            assert selection
             expected = reference.oracle(data, selection.kv)
-            arms[selection.arm] = arms.get(selection.arm, 0) + 1
+            arms[selection.arm] += 1
             norm = expected.norm().item() or 1.0
             error = (output.double() - expected).norm().item() / norm
             worst = max(worst, error)
@@ -83,7 +86,7 @@ def random_shapes(
                 console.print(f"FAIL {shape}: error {error:.2e} with {selection.arm} {selection.config}")
             progress.advance(task)
     took_s = time.monotonic() - start_s
-    console.print(f"{count} shapes in {took_s:.0f} s: {failures} failures, worst error {worst:.2e}, arms {arms}")
+    console.print(f"{count} shapes in {took_s:.0f} s: {failures} failures, worst error {worst:.2e}, arms {dict(arms)}")
     raise typer.Exit(1 if failures else 0)
 
 

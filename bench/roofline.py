@@ -5,7 +5,7 @@ python -m bench.roofline docs/data/peers_h200.json docs/roofline_h200.png
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import typer
 
 # In the order of the legend; the two readers are the roofs.
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "reader fp8": {"color": "black", "linestyle": "-", "linewidth": 1.5},
     "reader bf16": {"color": "black", "linestyle": ":", "linewidth": 1.5},
     "ours": {"color": "tab:red", "marker": "o", "linewidth": 2},

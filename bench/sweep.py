@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -105,12 +106,12 @@ def sweep(
     distinct = list({config for configs in plans.values() for config in configs})
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, distinct))
-    results = []
+    results: list[dict[str, Any]] = []
     for one in cases:
         data = reference.generate_input(**one.args)
         problem = submission.problem_of(data)
         reader = Reader(cache_tensors(data, "fp8"), timer)
-        calls = {None: reader}
+        calls: dict[Config | None, Callable] = {None: reader}
         errors = {}
         for config in plans[one.args["batchsize"], one.args["kvseqlen"]]:
             plan = submission.bind(problem, config)
@@ -121,14 +122,14 @@ def sweep(
             shuffled = random.Random(0)
             for _ in range(repeats):
                 # In a fixed order the place in it tells: up to 0.6 us (docs/results.md).
-                for config in shuffled.sample(list(calls), len(calls)):
-                    times[config].append(timer.time_ns(calls[config])[0] / 1e3)
+                for timed in shuffled.sample(list(calls), len(calls)):
+                    times[timed].append(timer.time_ns(calls[timed])[0] / 1e3)
                 progress.advance(task)
         medians = {config: statistics.median(values) for config, values in times.items()}
         table = Table(title=f"{case_label(one.args)}: reader {medians[None]:.1f} us", title_justify="left")
         for name in ("configuration", "median us", "of the reader", "error"):
             table.add_column(name)
-        for config in sorted(errors, key=medians.get):
+        for config in sorted(errors, key=lambda config: medians[config]):
             results.append(
                 {"case": case_label(one.args), "config": asdict(config), "median_us": medians[config],
                  "reader_us": medians[None], "error": errors[config]}

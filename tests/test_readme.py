@@ -33,8 +33,8 @@ def test_ci_runs_the_two_set_up_commands_word_for_word():
     assert len(SET_UP) == 2
     for line in SET_UP:
         assert f"\n{line} || exit\n" in CI
-    work = [line for line in CI.splitlines() if re.match(r"(python|pip|\.|ruff)", line)]
-    assert work == [f"{SET_UP[1]} || exit", "ruff check .", "ruff format --check .", f"{SET_UP[0]} || exit"]
+    work = [line for line in CI.splitlines() if re.match(r"(python|pip|\.|ruff|mypy)", line)]
+    assert work == [f"{SET_UP[1]} || exit", "ruff check .", "ruff format --check .", "mypy", f"{SET_UP[0]} || exit"]
     subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=True)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
