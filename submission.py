@@ -1243,6 +1243,9 @@ def _check_indptr(name: str, indptr: list[int], total: int, longest: int, unifor
 # ---- launchers ----
 
 
+EXACT_ERROR = 1e-2
+
+
 @dataclass(frozen=True)
 class Selection:
     """What a call ran: the arm, the cache it read ("bf16", "fp8" or "mxfp4") and its configuration, readable."""
@@ -1273,44 +1276,56 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Arm:
+    """A way to compute the result.
+
+    kv: the cache it reads. why_not: why it cannot serve a problem; None if it can. run: its launcher. max_error: the
+    largest relative L2 error against float32 attention over the same cache with which it may be used. last_resort: it
+    is tried only when nothing else proved right.
+    """
+
+    kv: str
+    why_not: Callable[[Problem], str | None]
+    run: Callable[[tuple, Plan], torch.Tensor]
+    max_error: float = EXACT_ERROR
+    last_resort: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
-    """An arm bound to a problem: its configuration, output and scratch."""
+    """An arm and its configuration, bound to a problem."""
 
     problem: Problem
     config: Config
-    selection: Selection
-    run: Callable[[tuple, Plan], torch.Tensor]
+    arm: Arm
+
+    def run(self, data: tuple) -> torch.Tensor:
+        return self.arm.run(data, self)
 
 
-_PLANS: dict[tuple, Plan] = {}
-_OUT: dict[tuple, torch.Tensor] = {}
-_PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-_TICKETS: dict[tuple, torch.Tensor] = {}
-_BMM: dict[tuple, tuple[torch.Tensor, ...]] = {}
-_UNIT_SCALE: dict[tuple, torch.Tensor] = {}
+_SCRATCH: dict[tuple, Any] = {}
 
 
-def _scratch(store: dict, key: tuple, make: Callable[[], object]):
-    """`store[key]`, made on first use; never as inference tensors, which nothing could write to outside that mode."""
-    if key not in store:
+def _scratch(key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` made when `key` was new; never inference tensors, which nothing outside that mode could write to."""
+    if key not in _SCRATCH:
         with torch.inference_mode(False):
-            store[key] = make()
-    return store[key]
+            _SCRATCH[key] = make()
+    return _SCRATCH[key]
 
 
 def _output(problem: Problem) -> torch.Tensor:
     """bf16 (total_q, 16, 512), one for each shape and device, reused by every call."""
-    key = (problem.device, problem.batch_size, problem.q_seq_len, problem.kv_seq_len)
+    key = ("output", problem.device, problem.batch_size, problem.q_seq_len, problem.kv_seq_len)
     shape = (problem.total_q, H_Q, D_V)
-    return _scratch(_OUT, key, lambda: torch.empty(shape, dtype=torch.bfloat16, device=problem.device))
+    return _scratch(key, lambda: torch.empty(shape, dtype=torch.bfloat16, device=problem.device))
 
 
 def _partials(problem: Problem, splits: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
     shape = (problem.total_q, splits, H_Q)
     return _scratch(
-        _PARTIALS,
-        (problem.device, dtype, *shape),
+        ("partials", problem.device, dtype, *shape),
         lambda: (
             torch.empty(*shape, D_V, dtype=dtype, device=problem.device),
             torch.empty(shape, dtype=torch.float32, device=problem.device),
@@ -1320,8 +1335,8 @@ def _partials(problem: Problem, splits: int, dtype: torch.dtype = torch.float16)
 
 def _tickets(problem: Problem) -> torch.Tensor:
     """int32 [total_q] of zeros; every launch that uses it leaves it so."""
-    key = (problem.device, problem.total_q)
-    return _scratch(_TICKETS, key, lambda: torch.zeros(problem.total_q, dtype=torch.int32, device=problem.device))
+    rows, device = problem.total_q, problem.device
+    return _scratch(("tickets", device, rows), lambda: torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
@@ -1361,7 +1376,7 @@ def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
 
 def _unit_scale(device: torch.device) -> torch.Tensor:
     """float32 [1], 1: the combine's cache scale where the values carry their own."""
-    return _scratch(_UNIT_SCALE, (device,), lambda: torch.ones(1, dtype=torch.float32, device=device))
+    return _scratch(("unit scale", device), lambda: torch.ones(1, dtype=torch.float32, device=device))
 
 
 def combine_shape(splits: int) -> tuple[int, int, int]:
@@ -1434,8 +1449,7 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
     out = _output(problem)
     shape = (problem.batch_size, H_Q, problem.kv_seq_len)
     scores, probabilities, weights = _scratch(
-        _BMM,
-        (problem.device, *shape),
+        ("bmm", problem.device, *shape),
         lambda: (
             torch.empty(shape, dtype=torch.float32, device=problem.device),
             torch.empty(shape, dtype=torch.float32, device=problem.device),
@@ -1509,26 +1523,7 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
 
 def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
     """`_attend_float32` over the arm's cache."""
-    return _output(plan.problem).copy_(_attend_float32(data, plan.selection.kv))
-
-
-EXACT_ERROR = 1e-2
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to compute the result.
-
-    kv: the cache it reads. why_not: why it cannot serve a problem; None if it can. run: its launcher. max_error: the
-    largest relative L2 error against float32 attention over the same cache with which it may be used. last_resort: it
-    is tried only when nothing else proved right.
-    """
-
-    kv: str
-    why_not: Callable[[Problem], str | None]
-    run: Callable[[tuple, Plan], torch.Tensor]
-    max_error: float = EXACT_ERROR
-    last_resort: bool = False
+    return _output(plan.problem).copy_(_attend_float32(data, plan.arm.kv))
 
 
 def _no_gpu_triton(problem: Problem) -> str | None:
@@ -1878,28 +1873,21 @@ class AiterMetadata:
     split: bool
 
 
-_AITER_INDICES: dict[tuple, AiterIndices] = {}
-_AITER_METADATA: dict[tuple, AiterMetadata] = {}
-_AITER_PARTIALS: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-_AITER_CALLS: dict[tuple, Callable[[tuple], torch.Tensor]] = {}
-
-
 def _aiter_indices(problem: Problem) -> AiterIndices:
     b, s_kv = problem.batch_size, problem.kv_seq_len
     arange = partial(torch.arange, dtype=torch.int32, device=problem.device)
     return _scratch(
-        _AITER_INDICES,
-        (problem.device, b, s_kv),
+        ("aiter indices", problem.device, b, s_kv),
         lambda: AiterIndices(arange(b + 1), arange(0, b * s_kv + 1, s_kv), arange(b * s_kv), arange(1, 2).repeat(b)),
     )
 
 
 def _aiter_metadata(problem: Problem, mode: AiterMode, tile: int) -> AiterMetadata:
     """Built and uploaded once per shape. Raises AiterUnfit when the library's own schedule is not safe."""
-    shape = (problem.device, problem.batch_size, problem.kv_seq_len)
+    shape = ("aiter metadata", problem.device, problem.batch_size, problem.kv_seq_len)
     if mode.entry == "own":
-        return _scratch(_AITER_METADATA, (*shape, "own", tile), lambda: _own_metadata(problem, tile))
-    return _scratch(_AITER_METADATA, (*shape, "library", mode.q == "bf16"), lambda: _library_metadata(problem, mode))
+        return _scratch((*shape, "own", tile), lambda: _own_metadata(problem, tile))
+    return _scratch((*shape, "library", mode.q == "bf16"), lambda: _library_metadata(problem, mode))
 
 
 def _own_tile(config: Config) -> int:
@@ -1970,7 +1958,8 @@ def _any_split(reduce_indptr: list[int]) -> bool:
 def _aiter_partials(problem: Problem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Float32 partial outputs [rows, 1, 16, 512] and natural-log sum-exps [rows, 1, 16, 1]."""
     empty = partial(torch.empty, dtype=torch.float32, device=problem.device)
-    return _scratch(_AITER_PARTIALS, (problem.device, rows), lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
+    key = ("aiter partials", problem.device, rows)
+    return _scratch(key, lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
 
 
 @cache
@@ -2062,7 +2051,7 @@ def _run_aiter(data: tuple, plan: Plan) -> torch.Tensor:
     nothing after the first call of a shape.
     """
     problem, config = plan.problem, plan.config
-    call = _scratch(_AITER_CALLS, (problem, config), lambda: _prepare_aiter(problem, config))
+    call = _scratch(("aiter call", problem, config), lambda: _prepare_aiter(problem, config))
     return call(data)
 
 
@@ -2219,7 +2208,7 @@ def bind(problem: Problem, config: Config) -> Plan:
     reason = arm.why_not(problem)
     if reason:
         raise ValueError(f"arm {config.arm}: expected one that can serve this call, but {reason}")
-    return Plan(problem, config, Selection(config.arm, arm.kv, _describe(config)), arm.run)
+    return Plan(problem, config, arm)
 
 
 def _describe(config: Config) -> str:
@@ -2291,12 +2280,9 @@ def _try(data: tuple, plan: Plan, expected: torch.Tensor, timer: _ColdTimer | No
 
     Raises RuntimeError if it proves wrong, or different from one run to the next.
     """
-
-    def run() -> torch.Tensor:
-        return plan.run(data, plan)
-
+    run = partial(plan.run, data)
     first = run().clone()
-    error, fault = _fault(first, expected, ARMS[plan.config.arm].max_error)
+    error, fault = _fault(first, expected, plan.arm.max_error)
     if fault:
         raise RuntimeError(fault)
     times_us = []
@@ -2400,12 +2386,13 @@ def _settle(data: tuple, problem: Problem, settings: Settings) -> Config:
     return _choose(data, problem, eligible, settings, any_cache=kv == "mxfp4")
 
 
+_PLANS: dict[tuple, Plan] = {}
 _last: Plan | None = None
 
 
 def last_run() -> Selection | None:
     """What the latest `custom_kernel` call of this process ran; None before the first."""
-    return _last.selection if _last else None
+    return Selection(_last.config.arm, _last.arm.kv, _describe(_last.config)) if _last else None
 
 
 def _aligned(q: torch.Tensor, kv: torch.Tensor) -> bool:
@@ -2468,5 +2455,5 @@ def custom_kernel(data: tuple) -> torch.Tensor:
     _last = plan
     if data[0].is_cuda and data[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(data[0].device):
-            return plan.run(data, plan)
-    return plan.run(data, plan)
+            return plan.run(data)
+    return plan.run(data)

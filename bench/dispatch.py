@@ -52,7 +52,7 @@ def dispatch(
             assert selection and plan
             calls = {
                 "custom_kernel_us": partial(submission.custom_kernel, data),
-                "arm_us": partial(plan.run, data, plan),
+                "arm_us": partial(plan.run, data),
             }
             times_us: dict[str, list[float]] = {name: [] for name in calls}
             shuffled = random.Random(0)

@@ -83,7 +83,7 @@ def _compile(config: Config) -> None:
     """Fills the compiler's cache on disk; the shape matters only through the configuration."""
     data = reference.generate_input(1, 1, 1024, 1)
     plan = submission.bind(submission.problem_of(data), config)
-    plan.run(data, plan)
+    plan.run(data)
 
 
 def sweep(
@@ -115,8 +115,8 @@ def sweep(
         errors = {}
         for config in plans[one.args["batchsize"], one.args["kvseqlen"]]:
             plan = submission.bind(problem, config)
-            errors[config] = sample_error(data, plan.run(data, plan))
-            calls[config] = lambda plan=plan, data=data: plan.run(data, plan)
+            errors[config] = sample_error(data, plan.run(data))
+            calls[config] = lambda plan=plan, data=data: plan.run(data)
         times: dict[Config | None, list[float]] = {config: [] for config in calls}
         with progress_bar(case_label(one.args), repeats) as (progress, task):
             shuffled = random.Random(0)

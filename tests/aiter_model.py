@@ -514,9 +514,7 @@ class AiterModel:
 # ---- the submission over the model ----
 
 
-SHAPE_CACHES = (
-    "_PLANS", "_CHOICES", "_OUT", "_AITER_INDICES", "_AITER_METADATA", "_AITER_PARTIALS", "_AITER_CALLS",
-)  # fmt: skip
+SHAPE_CACHES = ("_PLANS", "_CHOICES", "_SCRATCH")
 
 
 @contextlib.contextmanager

@@ -68,10 +68,10 @@ def problem(**changes) -> Problem:
 def test_arm_is_exact(aiter, keep_overflow, small, version, arm):
     aiter(version=version)
     plan = plan_for(small, arm)
-    out = plan.run(small, plan).clone()
+    out = plan.run(small).clone()
     report = reference.strict_check(small, out, ARMS[arm].kv)
     assert report.passed, report
-    assert torch.equal(plan.run(small, plan), out)
+    assert torch.equal(plan.run(small), out)
 
 
 @pytest.mark.parametrize("kv_len, tile", [(16, 16), (17, 16), (100, 32), (1025, 128), (4, 64)])
@@ -79,7 +79,7 @@ def test_own_schedule_on_short_and_awkward_lengths(aiter, kv_len, tile):
     aiter()
     data = reference.generate_input(5, 1, kv_len, seed=kv_len)
     plan = plan_for(data, "aiter_own_a16w8", tile)
-    assert reference.strict_check(data, plan.run(data, plan), "fp8").passed
+    assert reference.strict_check(data, plan.run(data), "fp8").passed
 
 
 @pytest.mark.parametrize("arm", AITER_MODES)
@@ -99,7 +99,7 @@ def test_two_tiles_of_one_shape_have_their_own_schedules(aiter, small):
     model = aiter()
     for tile in (32, 64):
         plan = plan_for(small, "aiter_own_a16w8", tile)
-        plan.run(small, plan)
+        plan.run(small)
     fine, coarse = (call.values["work_info_set"].shape[0] for call in model.calls[::2])
     assert fine > coarse
 
@@ -120,7 +120,7 @@ def test_dispatch_times_the_arms_and_keeps_one_of_aiters(aiter, keep_overflow, m
         fp8, scale = kv_data["fp8"]
         halved = kv_data | {"fp8": (fp8[::2].repeat_interleave(2, 0).contiguous(), scale)}
         inner = plan_for(data, "aiter_own_a16w8")
-        return inner.run((q, halved, *rest), inner)
+        return inner.run((q, halved, *rest))
 
     aiter()
     monkeypatch.setitem(ARMS, "page_of_two", replace(ARMS["aiter_own_a16w8"], run=page_of_two))
@@ -176,12 +176,12 @@ def test_steady_state_call(aiter, keep_overflow, case):
     data = hollow(batch, case["kvseqlen"])
     for arm, mode in AITER_MODES.items():
         plan = plan_for(data, arm)
-        out = plan.run(data, plan)
+        out = plan.run(data)
         model.calls.clear()
         with Watch() as watch:
-            assert plan.run(data, plan).data_ptr() == out.data_ptr()
+            assert plan.run(data).data_ptr() == out.data_ptr()
         first, model.calls = model.calls, []
-        assert plan.run(data, plan).data_ptr() == out.data_ptr()
+        assert plan.run(data).data_ptr() == out.data_ptr()
 
         assert [call.op for call in first] == expected_ops(arm, batch), arm
         assert watch.synchronised == [], arm
@@ -206,9 +206,9 @@ def test_watch_sees_allocations_and_synchronisation(aiter, small):
     """The recorder of the test above can fail."""
     aiter()
     plan = plan_for(small, "aiter_own_a16w8")
-    plan.run(small, plan)
+    plan.run(small)
     with Watch() as watch:
-        plan.run(small, plan)
+        plan.run(small)
         torch.zeros(3)
         small[3].tolist()
         bool(small[1]["fp8"][1] > 0)
@@ -222,7 +222,7 @@ def test_shapes_share_no_output(aiter):
     outputs = []
     for data in (one, other, one):
         plan = plan_for(data, "aiter_own_a16w8")
-        outputs.append(plan.run(data, plan).data_ptr())
+        outputs.append(plan.run(data).data_ptr())
     assert outputs[0] == outputs[2] != outputs[1]
 
 
@@ -230,16 +230,16 @@ def test_shapes_share_no_output(aiter):
 def test_first_call_under_inference_mode_serves_later_ones(aiter, keep_overflow, small, arm):
     aiter()
     with torch.inference_mode():
-        out = plan_for(small, arm).run(small, plan_for(small, arm)).clone()
-    assert torch.equal(plan_for(small, arm).run(small, plan_for(small, arm)), out)
+        out = plan_for(small, arm).run(small).clone()
+    assert torch.equal(plan_for(small, arm).run(small), out)
 
 
 def test_new_inputs_of_a_shape_are_read(aiter, small):
     aiter()
     plan = plan_for(small, "aiter_own_a8w8")
-    plan.run(small, plan)
+    plan.run(small)
     other = reference.generate_input(3, 1, 520, seed=8)
-    assert reference.strict_check(other, plan.run(other, plan), "fp8").passed
+    assert reference.strict_check(other, plan.run(other), "fp8").passed
 
 
 # ---- versions ----
@@ -302,7 +302,7 @@ def test_bf16_pool_counts_two_bytes(aiter, batch, refused):
 def test_new_optional_argument_is_left_alone(aiter, small):
     aiter(schemas={STAGE1: SCHEMAS["pin"][STAGE1] + ", int brand_new=0"})
     plan = plan_for(small, "aiter_own_a16w8")
-    assert reference.strict_check(small, plan.run(small, plan), "fp8").passed
+    assert reference.strict_check(small, plan.run(small), "fp8").passed
 
 
 def test_decode_fwd_without_a_keyword_is_refused(aiter):
@@ -323,9 +323,9 @@ def test_quantisation_without_the_op(aiter, capsys, small, wrapper):
     if not wrapper:
         del model.module.per_tensor_quant_hip
     plan = plan_for(small, "aiter_own_a8w8")
-    out = plan.run(small, plan)
+    out = plan.run(small)
     with Watch() as watch:
-        plan.run(small, plan)
+        plan.run(small)
     assert reference.strict_check(small, out, "fp8").passed
     assert capsys.readouterr().err.count("AITER has no dynamic_per_tensor_quant") == 1
     assert ("per_tensor_quant_hip" in model.ops()) == wrapper
@@ -338,7 +338,7 @@ def test_torch_quantisation_of_zeros(aiter, small):
     del model.module.per_tensor_quant_hip
     data = (torch.zeros_like(small[0]), *small[1:])
     plan = plan_for(data, "aiter_own_a8w8")
-    assert plan.run(data, plan).isfinite().all()
+    assert plan.run(data).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_split_kv_never_uses_16_splits(aiter):
     model = aiter(num_cu=256, arithmetic=False)
     data = hollow(4, 1024)
     plan = plan_for(data, "aiter_bf16")
-    plan.run(data, plan)
+    plan.run(data)
     assert model.calls[0].values["splitData"].shape[1] == 8
 
 
@@ -472,7 +472,7 @@ def test_token_0_that_is_not_finite_poisons_other_sequences_through_tails(aiter,
     data = reference.generate_input(3, 1, kv_len, seed=7)
     data[1]["fp8"][0].view(torch.uint8)[0] = 0x7F
     plan = plan_for(data, "aiter_own_a16w8")
-    out = plan.run(data, plan)
+    out = plan.run(data)
     assert out[0].isnan().any() and out[2].isnan().any() == poisoned
 
 
@@ -481,7 +481,7 @@ def test_token_0_that_is_not_finite_poisons_other_sequences_through_tails(aiter,
 
 def _good_call(model: AiterModel, data: tuple, arm: str) -> dict:
     plan = plan_for(data, arm)
-    plan.run(data, plan)
+    plan.run(data)
     return dict(next(call.values for call in model.calls if call.op == STAGE1))
 
 
@@ -575,7 +575,7 @@ def test_model_refuses_metadata(aiter, small, name):
 def test_model_refuses_more_splits_than_the_reduce_reads(aiter, small):
     model = aiter()
     plan = plan_for(small, "aiter_own_a16w8")
-    plan.run(small, plan)
+    plan.run(small)
     values = model.calls[-1].values
     rows = values["reduce_partial_map"].numel()
     model.num_cu = 16

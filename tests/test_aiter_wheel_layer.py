@@ -80,7 +80,7 @@ def small():
 def test_arm_is_exact_through_the_wheels_layer(wheel, small, arm):
     plan = plan_for(small, arm)
     wheel.calls.clear()
-    out = plan.run(small, plan)
+    out = plan.run(small)
     report = reference.strict_check(small, out, ARMS[arm].kv)
     assert report.passed, report
     quantise = [QUANT] if AITER_MODES[arm].q == "dynamic" else []
@@ -90,14 +90,14 @@ def test_arm_is_exact_through_the_wheels_layer(wheel, small, arm):
 def test_the_wheels_layer_allocates_three_buffers_a_call(wheel, small):
     """Partial outputs, their sums and a final sum that nothing asked for; none of them ours."""
     plan = plan_for(small, "aiter_fwd_a16w8")
-    plan.run(small, plan)
+    plan.run(small)
     with Watch() as watch:
-        plan.run(small, plan)
+        plan.run(small)
     assert watch.allocated == [("mla.py", "aten.empty.memory_format")] * 3
     assert watch.synchronised == []
 
 
 def test_the_wheels_layer_gets_our_split_count(wheel, small):
     plan = plan_for(small, "aiter_bf16")
-    plan.run(small, plan)
+    plan.run(small)
     assert wheel.calls[0].values["splitData"].shape[1] == 9

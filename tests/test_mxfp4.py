@@ -263,7 +263,7 @@ CONFIGS = [Config("triton_mxfp4", splits=splits, block_n=block_n) for splits, bl
 
 def run_on_gpu(data, config):
     plan = bind(problem_of(data), config)
-    return plan.run(data, plan)
+    return plan.run(data)
 
 
 @needs_gpu

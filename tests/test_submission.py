@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(autouse=True)
 def fresh_module_state(monkeypatch):
-    for name in ("_PLANS", "_CHOICES", "_OUT", "_PARTIALS", "_TICKETS", "_BMM"):
+    for name in ("_PLANS", "_CHOICES", "_SCRATCH"):
         monkeypatch.setattr(submission, name, {})
     monkeypatch.setattr(submission, "_said", set())
     for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS", "MLA_KV"):
@@ -135,7 +135,7 @@ def test_two_devices_never_share_a_buffer():
 def test_a_growing_cache_does_not_grow_the_state():
     for length in (10, 11, 12, 13):
         submission.custom_kernel(ragged_input([length, 5], kv_seq_len=64))
-    assert len(submission._PLANS) == len(submission._OUT) == 1
+    assert len(submission._PLANS) == len(submission._SCRATCH) == 1
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

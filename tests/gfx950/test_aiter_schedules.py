@@ -65,7 +65,7 @@ def machine(monkeypatch):
 def test_schedule_through_the_machine_code(machine, arm, batch, kv_len, tile, ops):
     data = reference.generate_input(batch, 1, kv_len, seed=kv_len)
     plan = plan_for(data, arm, tile)
-    report = reference.strict_check(data, plan.run(data, plan), "fp8")
+    report = reference.strict_check(data, plan.run(data), "fp8")
     assert machine.ops() == ops
     assert report.passed, report
 
@@ -73,7 +73,7 @@ def test_schedule_through_the_machine_code(machine, arm, batch, kv_len, tile, op
 def test_a16w16_takes_our_schedule_too(machine):
     data = reference.generate_input(2, 1, 100, seed=100)
     plan = plan_for(data, "aiter_own_a16w8", tile=48)
-    plan.run(data, plan)
+    plan.run(data)
     stage1, reduce = (call.values for call in machine.calls)
     torch.ops.aiter.mla_decode_stage1_asm_fwd(**stage1 | {"KV": data[1]["bf16"].view(-1, 1, 1, 576)})
     torch.ops.aiter.mla_reduce_v1(**reduce)
@@ -84,7 +84,7 @@ def test_an_empty_item_makes_the_kernel_skip_the_rest_of_its_cu(machine):
     """Why the schedule never has one; also that a wrong schedule does not pass here."""
     data = reference.generate_input(2, 1, 36, seed=36)
     plan = plan_for(data, "aiter_own_a16w8", tile=48)
-    assert reference.strict_check(data, plan.run(data, plan), "fp8").passed
+    assert reference.strict_check(data, plan.run(data), "fp8").passed
     stage1 = machine.calls[0].values
     first, second = stage1["work_info_set"].tolist()
     empty = [*first[:5], first[4], first[6], 0]
