@@ -14,8 +14,6 @@ from .state import Memory
 
 HEADS, QK_DIM, V_DIM = 16, 576, 512
 WAVES = 4
-# The kernels prefetch page indices beyond the last one; page 0 must exist and be finite.
-PREFETCHED_INDICES = 1024
 
 SPLIT = {
     "fp8": "mla_a8w8_qh16_qseqlen1_gqaratio16",
@@ -32,14 +30,17 @@ _emulators: dict[str, Emulator] = {}
 
 @dataclass
 class Problem:
-    """q [b, 16, 576]; kv [pool, 576], pages of one token; sequence i owns indices[indptr[i] : indptr[i + 1]]."""
+    """q [b, 16, 576]; kv [pool, 576], pages of one token; sequence i owns indices[indptr[i] : indptr[i + 1]].
+
+    A scale of None is 1 and a null pointer.
+    """
 
     q: torch.Tensor
     kv: torch.Tensor
     indptr: torch.Tensor  # int32 [b + 1]
-    indices: torch.Tensor  # int32 [sum of lengths], padded by PREFETCHED_INDICES zeros
-    q_scale: float = 1.0
-    kv_scale: float = 1.0
+    indices: torch.Tensor  # int32 [sum of lengths]
+    q_scale: float | None = None
+    kv_scale: float | None = None
     sm_scale: float = QK_DIM**-0.5
 
     @classmethod
@@ -51,19 +52,17 @@ class Problem:
             q=torch.randn(len(lengths), HEADS, QK_DIM, generator=generator).to(_DTYPES[q_form]),
             kv=torch.randn(pool, QK_DIM, generator=generator).to(_DTYPES[kv_form]),
             indptr=torch.tensor([0, *lengths]).cumsum(0).int(),
-            indices=torch.cat(
-                [torch.randperm(pool, generator=generator)[:total], torch.zeros(PREFETCHED_INDICES)]
-            ).int(),
-            q_scale=0.7 if q_form == "fp8" else 1.0,
-            kv_scale=0.5 if kv_form == "fp8" else 1.0,
+            indices=torch.randperm(pool, generator=generator)[:total].int(),
+            q_scale=0.7 if q_form == "fp8" else None,
+            kv_scale=0.5 if kv_form == "fp8" else None,
         )
 
     def attention(self, sequence: int, start: int = 0, end: int | None = None):
         """float64 (output [16, 512], natural-log LSE [16]) over tokens start .. end (exclusive) of a sequence."""
         first, last = self.indptr[sequence : sequence + 2].tolist()
         pages = self.indices[first + start : last if end is None else first + end].long()
-        kv = self.kv[pages].double() * self.kv_scale
-        scores = self.q[sequence].double() * self.q_scale @ kv.T * self.sm_scale
+        kv = self.kv[pages].double() * (self.kv_scale or 1.0)
+        scores = self.q[sequence].double() * (self.q_scale or 1.0) @ kv.T * self.sm_scale
         return torch.softmax(scores, dim=1) @ kv[:, :V_DIM], torch.logsumexp(scores, dim=1)
 
 
@@ -94,6 +93,9 @@ def _launch(name: str, grid, problem: Problem, rows: int, slots: dict, memory: M
     def add(tensor, label):
         return memory.add(tensor, label, writable=False)
 
+    def scale(value, label):
+        return 0 if value is None else add(torch.tensor([value]), label)
+
     slots = {
         0x00: memory.add(result.partial, "partial output"),
         0x10: memory.add(result.lse, "partial LSE"),
@@ -104,8 +106,8 @@ def _launch(name: str, grid, problem: Problem, rows: int, slots: dict, memory: M
         0x80: HEADS,
         0xB0: QK_DIM * problem.kv.element_size(),
         0xF0: memory.add(result.output, "output"),
-        0x100: add(torch.tensor([problem.q_scale]), "q_scale"),
-        0x110: add(torch.tensor([problem.kv_scale]), "kv_scale"),
+        0x100: scale(problem.q_scale, "q_scale"),
+        0x110: scale(problem.kv_scale, "kv_scale"),
         **slots,
     }
     kernarg = bytearray(304)

@@ -1,10 +1,13 @@
 """AITER's own machine code, executed and compared with float64: the emulator on code that it was not written for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects as aiter
+from .state import OutOfBounds
 
 # P is rounded to fp8 in the a8w8 kernels, to bf16 in the others.
 TOLERANCE = {"fp8": 4e-2, "bf16": 3e-3}
@@ -47,6 +50,16 @@ def run_units(forms, units, lengths, **options):
         if row >= 0 and worst < 0.1:
             assert (result.lse[row] - lse).abs().max() < 2e-6
     return worst, result
+
+
+@pytest.mark.parametrize(
+    "forms, scale", [(("fp8", "fp8"), "q_scale"), (("fp8", "fp8"), "kv_scale"), (("bf16", "fp8"), "kv_scale")]
+)
+def test_a_null_scale_faults(forms, scale):
+    """What the other runs leave out is never read: bf16 Q and bf16 caches have no scales here."""
+    problem = replace(aiter.Problem.random([16], *forms), **{scale: None})
+    with pytest.raises(OutOfBounds, match="address 0x0 is in no buffer"):
+        aiter.run_persistent(aiter.PERSISTENT[forms], problem, *aiter.work_tables(problem, [[(0, 0, 16, 0)]]), 1)
 
 
 @pytest.mark.parametrize("forms", aiter.PERSISTENT)
