@@ -1,16 +1,20 @@
-"""Schedules, ours and AITER's, through the machine code of AITER's persistent kernels; the reduce is the model's.
+"""The arms over the machine code of AITER's kernels, with schedules of ours and of AITER; the reduce is the model's.
 
-The arms run as they do on a card, down to stage 1; the emulator then executes the code object from the wheel. a16w8 and
-a16w16 are byte for byte those of the runner, a8w8 is one version older.
+The arms run as they do on a card, down to stage 1; the emulator then executes the code object from the wheel. All are
+byte for byte those of the runner but the persistent a8w8, which is one version older.
 """
+
+import contextlib
 
 import pytest
 import torch
 
 import reference
 import submission
+from bench.cli import case_label
+from task import BENCHMARKS
 
-from ..aiter_model import BF16, D_QK, FP8, AiterModel, plan_for, standing_in
+from ..aiter_model import BF16, BLOCK, D_QK, FP8, AiterModel, plan_for, standing_in
 from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects
 
@@ -20,79 +24,194 @@ FORMS = {BF16: "bf16", FP8: "fp8"}
 
 
 class MachineModel(AiterModel):
-    """The CPU model with persistent stage 1 executed by the emulator, after the model's checks unless `unchecked`."""
+    """The CPU model with stage 1 executed by the emulator, after the model's checks unless `unchecked`.
+
+    `options` are the emulator's for a launch.
+    """
 
     unchecked = False
+    options: dict = {}
 
     def _persistent(self, v: dict, batch: int) -> None:
+        self._check(super()._persistent, v, batch)
+        kernel = aiter_objects.PERSISTENT[FORMS[v["Q"].dtype], FORMS[v["KV"].dtype]]
+        work, rows = (v["work_indptr"], v["work_info_set"]), v["splitData"].shape[0]
+        self._take(v, aiter_objects.run_persistent(kernel, self._problem(v), *work, rows, **self.options))
+
+    def _split_kv(self, v: dict, batch: int) -> None:
+        self._check(super()._split_kv, v, batch)
+        kernel, splits = aiter_objects.SPLIT[FORMS[v["Q"].dtype]], v["splitData"].shape[1]
+        self._take(v, aiter_objects.run_split(kernel, self._problem(v), splits, **self.options))
+
+    def _check(self, modelled, v: dict, batch: int) -> None:
         if not self.unchecked:
             self.arithmetic = False
-            super()._persistent(v, batch)
+            modelled(v, batch)
             self.arithmetic = True
-        q, kv, part, lse, out = (v[name] for name in ("Q", "KV", "splitData", "splitLse", "output"))
-        problem = aiter_objects.Problem(
-            q, kv.view(-1, D_QK), v["kv_indptr"], v["kv_page_indices"],
-            sm_scale=v["softmax_scale"],
-            **{name: v[name].item() for name in ("q_scale", "kv_scale") if v[name] is not None},
-        )  # fmt: skip
-        kernel = aiter_objects.PERSISTENT[FORMS[q.dtype], FORMS[kv.dtype]]
-        done = aiter_objects.run_persistent(kernel, problem, v["work_indptr"], v["work_info_set"], part.shape[0])
-        # NaN is what the kernel did not write.
-        for buffer, result in ((part[:, 0], done.partial), (lse[:, 0, :, 0], done.lse), (out, done.output)):
-            buffer.copy_(torch.where(result.isnan(), buffer, result))
+
+    @staticmethod
+    def _problem(v: dict) -> aiter_objects.Problem:
+        scales = {name: v[name].item() for name in ("q_scale", "kv_scale") if v[name] is not None}
+        return aiter_objects.Problem(
+            v["Q"], v["KV"].view(-1, D_QK), v["kv_indptr"], v["kv_page_indices"], sm_scale=v["softmax_scale"], **scales
+        )
+
+    @staticmethod
+    def _take(v: dict, done: aiter_objects.Stage1) -> None:
+        for name, result in (("splitData", done.partial), ("splitLse", done.lse), ("output", done.output)):
+            v[name].view(result.shape).copy_(result)
 
 
 @pytest.fixture
 def machine(monkeypatch):
     skip_without_wheel()
     monkeypatch.setattr(submission, "_cast_keeps_overflow", lambda device: True)
-    with standing_in(MachineModel(num_cu=17)) as model:
-        yield model
+    with contextlib.ExitStack() as stack:
+        yield lambda version="pin": stack.enter_context(standing_in(MachineModel(version, num_cu=17)))
+
+
+OWN, SPLIT_OWN = [STAGE1], [STAGE1, REDUCE]
 
 
 @pytest.mark.parametrize(
-    "arm, batch, kv_len, tile, ops",
+    "arm, batch, kv_len, tile, ops, lengths",
     [
-        ("aiter_own_a16w8", 2, 152, 80, [STAGE1, REDUCE]),  # uneven items, tail of 8
-        ("aiter_own_a16w8", 3, 49, 32, [STAGE1, REDUCE]),  # cut 8 tokens early for a tail of 1
-        ("aiter_own_a16w8", 3, 52, 64, [STAGE1]),  # nothing split, tail of 4
-        ("aiter_own_a8w8", 2, 400, 128, [QUANT, STAGE1, REDUCE]),
-        ("aiter_own_a8w8_cast", 2, 500, 512, [STAGE1]),
-        ("aiter_direct_a16w8", 2, 200, 0, [METADATA, STAGE1]),
-        ("aiter_direct_a8w8", 2, 400, 0, [METADATA, QUANT, STAGE1, REDUCE]),
+        ("aiter_own_a16w8", 2, 152, 80, SPLIT_OWN, {80, 72}),  # a tail of 8
+        ("aiter_own_a16w8", 3, 49, 32, SPLIT_OWN, {24, 25}),  # cut 8 tokens early for a tail of 1
+        ("aiter_own_a16w8", 3, 52, 64, OWN, {52}),  # a tail of 4
+        ("aiter_own_a16w8", 3, 300, 32, SPLIT_OWN, {32, 44, 64, 76}),  # all CUs; two items on some
+        ("aiter_own_a8w8", 2, 400, 128, [QUANT, *SPLIT_OWN], {128, 144}),
+        ("aiter_own_a8w8", 2, 1162, 128, [QUANT, *SPLIT_OWN], {128, 138}),  # an item of two tiles is cut
+        ("aiter_own_a8w8_cast", 2, 500, 512, OWN, {500}),
     ],
 )
-def test_schedule_through_the_machine_code(machine, arm, batch, kv_len, tile, ops):
+def test_own_schedule_through_the_machine_code(machine, arm, batch, kv_len, tile, ops, lengths):
+    run_arm(machine(), arm, batch, kv_len, tile, ops, lengths)
+
+
+@pytest.mark.parametrize(
+    "version, arm, batch, kv_len, ops, lengths",
+    [
+        ("pin", "aiter_direct_a16w8", 2, 200, [METADATA, STAGE1], {200}),
+        ("pin", "aiter_direct_a16w8", 2, 400, [METADATA, STAGE1, REDUCE], {208, 192}),
+        ("pin", "aiter_direct_a8w8", 2, 400, [METADATA, QUANT, STAGE1, REDUCE], {208, 192}),
+        # The wheel has only the fast rule.
+        ("wheel", "aiter_direct_a16w8", 2, 300, [METADATA, STAGE1, REDUCE], {80, 60}),
+        ("wheel", "aiter_direct_a8w8", 3, 300, [METADATA, QUANT, STAGE1, REDUCE], {112, 76}),
+    ],
+)
+def test_librarys_schedule_through_the_machine_code(machine, version, arm, batch, kv_len, ops, lengths):
+    run_arm(machine(version), arm, batch, kv_len, 0, ops, lengths)
+
+
+def run_arm(model: MachineModel, arm: str, batch: int, kv_len: int, tile: int, ops: list, lengths: set) -> None:
+    """One call of an arm, which must make these op calls over items of these lengths and pass the strict check."""
     data = reference.generate_input(batch, 1, kv_len, seed=kv_len)
     plan = plan_for(data, arm, tile)
     report = reference.strict_check(data, plan.run(data), "fp8")
-    assert machine.ops() == ops
+    assert model.ops() == ops
+    assert item_lengths(model) == lengths
     assert report.passed, report
 
 
-def test_a16w16_takes_our_schedule_too(machine):
-    data = reference.generate_input(2, 1, 100, seed=100)
-    plan = plan_for(data, "aiter_own_a16w8", tile=48)
+def item_lengths(model: MachineModel) -> set[int]:
+    stage1 = stage1_values(model)
+    return {item[5] - item[4] for item in stage1["work_info_set"][: stage1["work_indptr"][-1]].tolist()}
+
+
+def stage1_values(model: MachineModel) -> dict:
+    return next(call.values for call in model.calls if call.op == STAGE1)
+
+
+@pytest.mark.parametrize(
+    "arm, tile, batch, kv_len", [("aiter_own_a16w8", 48, 2, 100), ("aiter_direct_a16w8", 0, 1, 400)]
+)
+def test_a16w16_takes_both_schedules_too(machine, arm, tile, batch, kv_len):
+    model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=100)
+    plan = plan_for(data, arm, tile)
     plan.run(data)
-    stage1, reduce = (call.values for call in machine.calls)
-    torch.ops.aiter.mla_decode_stage1_asm_fwd(**stage1 | {"KV": data[1]["bf16"].view(-1, 1, 1, 576)})
+    stage1, reduce = (call.values for call in model.calls if call.op in (STAGE1, REDUCE))
+    torch.ops.aiter.mla_decode_stage1_asm_fwd(**stage1 | {"KV": data[1]["bf16"].view(-1, 1, 1, D_QK), "kv_scale": None})
     torch.ops.aiter.mla_reduce_v1(**reduce)
     assert reference.strict_check(data, stage1["output"], "bf16").passed
 
 
+@pytest.mark.parametrize("batch, kv_len, splits", [(2, 300, 5), (18, 70, 1)])
+def test_bf16_arm_through_the_machine_code(machine, batch, kv_len, splits):
+    """Not persistent: blocks of 64 tokens dealt to the splits in turn; the library combines."""
+    model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=kv_len)
+    plan = plan_for(data, "aiter_bf16")
+    report = reference.strict_check(data, plan.run(data), "bf16")
+    assert model.ops() == [STAGE1, "stage2"]
+    assert stage1_values(model)["splitData"].shape[1] == splits
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    "arm, kv_len, tile, options",
+    [
+        # A quantum of 1000 lets each wave run to its next barrier.
+        ("aiter_own_a16w8", 152, 80, [{"quantum": 1}, {"quantum": 1000}]),
+        # Two whole tiles; these waves must stay nearly level.
+        ("aiter_own_a8w8_cast", 256, 256, [{"quantum": 1}, {"quantum": 37}]),
+        # LDS instructions land late too.
+        ("aiter_bf16", 100, 0, [{"late_loads": "late", "quantum": 1}, {"late_loads": "late", "quantum": 1000}]),
+    ],
+)
+def test_same_bits_however_late_loads_land(machine, arm, kv_len, tile, options):
+    model, data = machine(), reference.generate_input(2, 1, kv_len, seed=kv_len)
+    plan = plan_for(data, arm, tile)
+    early = plan.run(data).clone()
+    for choice in options:
+        model.options = {"late_loads": "late memory"} | choice
+        assert torch.equal(plan.run(data), early), choice
+
+
+@pytest.mark.parametrize(
+    "arm, kv_len, tile, poisoned",
+    [
+        ("aiter_own_a16w8", 48, 48, False),
+        ("aiter_own_a16w8", 52, 64, True),
+        ("aiter_own_a8w8_cast", 128, 128, False),
+        ("aiter_own_a8w8_cast", 144, 256, True),
+        ("aiter_bf16", 64, 0, False),
+        ("aiter_bf16", 80, 0, True),
+    ],
+)
+def test_token_0_poisons_other_sequences_where_a_step_is_not_whole(machine, arm, kv_len, tile, poisoned):
+    """A step is 16 tokens in a16w8, 128 in a8w8 and 64 in the bf16 kernel; token 0 stands for those that it lacks."""
+    machine()
+    data = reference.generate_input(2, 1, kv_len, seed=kv_len)
+    data[1]["bf16"][0] = torch.nan
+    data[1]["fp8"][0].view(torch.uint8)[0] = 0x7F
+    plan = plan_for(data, arm, tile)
+    out = plan.run(data)
+    assert out[0].isnan().any() and out[1].isnan().any() == poisoned
+
+
+@pytest.mark.parametrize("case", BENCHMARKS, ids=case_label)
+def test_official_shapes_have_only_whole_steps_with_bf16_queries(case):
+    """So token 0 stands in for nothing there."""
+    batch, kv_len = case["batchsize"], case["kvseqlen"]
+    assert kv_len % BLOCK == 0
+    for tile in (32, 64):
+        assert all(
+            (item[5] - item[4]) % 16 == 0 for item in submission.build_schedule(batch, kv_len, 256, tile).work_info
+        )
+
+
 def test_an_empty_item_makes_the_kernel_skip_the_rest_of_its_cu(machine):
     """Why the schedule never has one; also that a wrong schedule does not pass here."""
-    data = reference.generate_input(2, 1, 36, seed=36)
+    model, data = machine(), reference.generate_input(2, 1, 36, seed=36)
     plan = plan_for(data, "aiter_own_a16w8", tile=48)
     assert reference.strict_check(data, plan.run(data), "fp8").passed
-    stage1 = machine.calls[0].values
+    stage1 = stage1_values(model)
     first, second = stage1["work_info_set"].tolist()
     empty = [*first[:5], first[4], first[6], 0]
-    machine.unchecked = True
+    model.unchecked = True
     for items, good in (([first, second], True), ([first, empty, second], False)):
-        indptr = torch.tensor([0] + [len(items)] * machine.num_cu, dtype=torch.int32)
+        indptr = torch.tensor([0] + [len(items)] * model.num_cu, dtype=torch.int32)
         work = {"work_indptr": indptr, "work_info_set": torch.tensor(items, dtype=torch.int32)}
-        stage1["output"].fill_(float("nan"))
         torch.ops.aiter.mla_decode_stage1_asm_fwd(**stage1 | work)
         assert stage1["output"][0].isfinite().all()
         assert stage1["output"][1].isfinite().all() == good
