@@ -1019,11 +1019,8 @@ _TORCH = (Config("torch_bmm", splits=1), Config("torch_chunked", splits=1))
 _GPU = (Config("triton_fp8"), *_TORCH)
 
 
-def _own(form: str, tile: int) -> Config:
-    return Config(f"aiter_own_{form}", splits=1, block_n=tile)
-
-
-_AITER = (_own("a16w8", 64), _own("a8w8", 128), Config("aiter_direct_a8w8", splits=1))
+_AITER = (Config("aiter_own_a16w8", splits=1, block_n=64), Config("aiter_own_a8w8", splits=1, block_n=128))
+_AITER_CAST = Config("aiter_own_a8w8_cast", splits=1, block_n=128)
 
 
 def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
@@ -1054,10 +1051,10 @@ TABLE: tuple[Row, ...] = (
     _hopper(None, None, 0),
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
     # while few splits meet in one program; AITER by its schedules' busy CUs and longest CU, see docs/aiter.md.
-    Row("gfx950", 4, 1024, (_gfx950(4), _gfx950(2), _own("a16w8", 32), _own("a8w8_cast", 128), _GPU[0], _TORCH[1])),
+    Row("gfx950", 4, 1024, (_gfx950(4), _gfx950(2), replace(_AITER[0], block_n=32), _AITER_CAST, _GPU[0], _TORCH[1])),
     # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
     *(
-        Row("gfx950", b, s_kv, (*own, _own("a8w8_cast", 128), *_AITER[: 3 - len(own)], _GPU[0], _TORCH[1]))
+        Row("gfx950", b, s_kv, (*own, _AITER_CAST, *_AITER[: 3 - len(own)], _GPU[0], _TORCH[1]))
         for b, own in ((4, _GFX950), (32, _GFX950_MERGED), (64, _GFX950_MERGED), (256, _GFX950))
         for s_kv in (1024, 8192)
     ),
@@ -1594,24 +1591,22 @@ class AiterSchedule:
     reduce_partial_map: tuple[int, ...]  # [partial rows]
 
 
-A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; a16w8 and a16w16 take 16
+A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; the a16w8 kernel takes 16
 NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return NaN on gfx950
 
 
-def _good_item(length: int, tile: int) -> bool:
-    """Whether stage 1 is known to be right on `length` tokens; tiles that are multiples of 128 are the a8w8 kernel's.
+def _item_fault(length: int, tile: int) -> str | None:
+    """Why stage 1 must not be given an item of `length` tokens; tiles of whole 128 tokens are the a8w8 kernel's.
 
-    A tail of 1 to 3 tokens is a reported NaN. The a8w8 kernel may overlap its last prefetch with the staging of its
-    output when the number of whole tiles is even and not zero.
+    A tail of 1 to 3 tokens was reported to return NaN. The a8w8 kernel may overlap its last prefetch with the staging
+    of its output when the number of whole tiles is even and not zero.
     """
-    whole_tiles = length // A8W8_TILE if tile % A8W8_TILE == 0 else 0
-    return length % 16 not in (1, 2, 3) and (whole_tiles == 0 or whole_tiles % 2 == 1)
-
-
-def _first_cut(length: int, tile: int) -> int | None:
-    """The first offset that leaves two good items, among multiples of the tile, then of 16, then of 8; None: none."""
-    offsets = chain(range(tile, length, tile), range(16, length, 16), range(8, length, 16))
-    return next((x for x in offsets if _good_item(x, tile) and _good_item(length - x, tile)), None)
+    if length % 16 in (1, 2, 3):
+        return f"an item has {length} tokens, a tail under 4"
+    whole_tiles = length // A8W8_TILE
+    if tile % A8W8_TILE == 0 and whole_tiles > 0 and whole_tiles % 2 == 0:
+        return f"an item has {length} tokens, an even number of {A8W8_TILE}-token tiles"
+    return None
 
 
 def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSchedule:
@@ -1619,12 +1614,11 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
 
     Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
     within its sequence. So every CU is within one tile of the mean and works through its items in order. When whole
-    sequences leave no CU more than one tile over the mean, none is split and no reduce is needed.
+    sequences leave no CU more than one tile over the mean, they are not dealt to several CUs, though one may stay idle.
 
-    On its CU an item is cut in two where `_good_item` says so: for a tail of 1 to 3 tokens always (a sequence of 1 to
-    3 tokens excepted), for an even number of 128-token tiles only in a sequence that is split anyhow. A sequence in
-    exactly 16 items gets one more. The reduce takes at most `num_cu` items a sequence: one that would pass this keeps
-    its uncut items.
+    On its CU an item with an `_item_fault` is cut in two without, and a sequence in exactly 16 items gets one more. The
+    reduce takes at most `num_cu` items a sequence: one that would pass this keeps its faults, which `schedule_fault`
+    finds. So do sequences of 1 to 3 tokens.
 
     Worked example, 4 x 1024 on 256 CUs: tiles of 128 make 32 items of 128 tokens, so 32 busy CUs; tiles of 32 make
     128 items. 32 x 8192 with tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items a sequence,
@@ -1646,19 +1640,17 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
         b, offset = divmod(cu * total // num_cu, kv_len)
         return b * kv_len + max(0, (offset + early) // step * step - early)
 
-    bounds = [*(boundary(cu) for cu in range(num_cu)), total]
-    items: list[list[tuple[int, int, int]]] = [[] for _ in range(batch)]  # of each sequence: (cu, start, end)
-    for cu, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        while start < end:
-            b = start // kv_len
-            stop = min(end, (b + 1) * kv_len)
-            items[b].append((cu, start, stop))
-            start = stop
-    items = [_avoid_bad_items(x, kv_len, num_cu, tile) for x in items]
+    items: list[list[AiterItem]] = [[] for _ in range(batch)]
+    for cu in range(num_cu):
+        start, end = boundary(cu), boundary(cu + 1)
+        for b in range(start // kv_len, -(-end // kv_len)):
+            span = max(start, b * kv_len), min(end, (b + 1) * kv_len)
+            if span[0] < span[1]:
+                items[b].append((cu, *span))
 
     by_cu: list[list[tuple[int, ...]]] = [[] for _ in range(num_cu)]
     reduce_indptr = [0]
-    for b, sequence in enumerate(items):
+    for b, sequence in enumerate(_without_faults(x, num_cu, tile) for x in items):
         split = len(sequence) > 1
         for i, (cu, start, end) in enumerate(sequence):
             row = reduce_indptr[-1] + i if split else -1
@@ -1673,44 +1665,47 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
     )
 
 
-def _avoid_bad_items(
-    sequence: list[tuple[int, int, int]], kv_len: int, num_cu: int, tile: int
-) -> list[tuple[int, int, int]]:
-    """The items (cu, start, end) of one sequence with the cuts that `build_schedule` describes."""
+AiterItem = tuple[int, int, int]  # CU, first token, end
 
-    def cut(item: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+
+def _without_faults(sequence: list[AiterItem], num_cu: int, tile: int) -> list[AiterItem]:
+    """The items of one sequence with the further cuts that `build_schedule` describes."""
+
+    def cut(item: AiterItem) -> list[AiterItem]:
         cu, start, end = item
-        offset = _first_cut(end - start, tile)
-        return [item] if offset is None else [(cu, start, start + offset), (cu, start + offset, end)]
+        for step in (tile, 16, 8):
+            for middle in range(start + step, end, step):
+                if not (_item_fault(middle - start, tile) or _item_fault(end - middle, tile)):
+                    return [(cu, start, middle), (cu, middle, end)]
+        return [item]
 
-    if len(sequence) == 1:
-        return sequence if kv_len % 16 not in (1, 2, 3) else cut(sequence[0])
-    pieces = [piece for x in sequence for piece in ([x] if _good_item(x[2] - x[1], tile) else cut(x))]
+    pieces = [x for item in sequence for x in (cut(item) if _item_fault(item[2] - item[1], tile) else [item])]
     if len(pieces) > num_cu:
         pieces = sequence
     if len(pieces) == NAN_SPLITS:
-        longest = max(range(NAN_SPLITS), key=lambda i: pieces[i][2] - pieces[i][1])
-        pieces = [*pieces[:longest], *cut(pieces[longest]), *pieces[longest + 1 :]]
+        longest = max(pieces, key=lambda item: item[2] - item[1])
+        pieces = [x for item in pieces for x in (cut(item) if item == longest else [item])]
     return pieces
 
 
 def schedule_fault(
-    work_indptr: Sequence[int], work_info: Sequence[Sequence[int]], batch: int, kv_len: int
+    work_indptr: Sequence[int], work_info: Sequence[Sequence[int]], batch: int, kv_len: int, tile: int
 ) -> str | None:
-    """Why AITER's kernels must not be given these work lists, of `batch` sequences of `kv_len` tokens; None: they may.
+    """Why AITER's kernel of such a tile must not be given these work lists, of `batch` sequences of `kv_len` tokens.
 
-    An empty item ends its CU, so later items are skipped; what else is refused was reported to return NaN.
+    None: it may. An empty item ends its CU, so later items are skipped; for the rest see `_item_fault`.
     """
     if work_indptr[0] != 0 or any(a > b for a, b in zip(work_indptr, work_indptr[1:], strict=False)):
         return "work_indptr does not rise from 0"
     spans: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
     rows: list[list[int]] = [[] for _ in range(batch)]
-    for b, row, q_start, q_end, kv_start, kv_end, *_ in work_info[: work_indptr[-1]]:
-        if not (0 <= b < batch and (q_start, q_end) == (b, b + 1) and kv_start < kv_end):
-            return f"an item of sequence {b} has queries {q_start} to {q_end} and tokens {kv_start} to {kv_end}"
-        if (kv_end - kv_start) % 16 in (1, 2, 3):
-            return f"an item has {kv_end - kv_start} tokens, a tail under 4"
-        spans[b].append((kv_start, kv_end))
+    for b, row, q_start, q_end, start, end, rest, _ in work_info[: work_indptr[-1]]:
+        if not (0 <= b < batch and (q_start, q_end) == (b, b + 1) and start < end and rest == (b + 1) * kv_len - end):
+            return f"an item of sequence {b} has queries {q_start} to {q_end}, tokens {start} to {end}, then {rest}"
+        fault = _item_fault(end - start, tile)
+        if fault:
+            return fault
+        spans[b].append((start, end))
         rows[b].append(row)
     for b, span in enumerate(spans):
         edges = [b * kv_len, *chain.from_iterable(sorted(span)), (b + 1) * kv_len]
@@ -1883,16 +1878,29 @@ def _aiter_indices(problem: Problem) -> AiterIndices:
 
 
 def _aiter_metadata(problem: Problem, mode: AiterMode, tile: int) -> AiterMetadata:
-    """Built and uploaded once per shape. Raises AiterUnfit when the library's own schedule is not safe."""
-    shape = ("aiter metadata", problem.device, problem.batch_size, problem.kv_seq_len)
-    if mode.entry == "own":
-        return _scratch((*shape, "own", tile), lambda: _own_metadata(problem, tile))
-    return _scratch((*shape, "library", mode.q == "bf16"), lambda: _library_metadata(problem, mode))
+    """Built, uploaded and read back once per shape. Raises AiterUnfit when the schedule is not safe."""
+
+    def make() -> AiterMetadata:
+        metadata = _own_metadata(problem, tile) if mode.entry == "own" else _library_metadata(problem, mode)
+        _, work_indptr, work_info = metadata.work
+        b, s_kv = problem.batch_size, problem.kv_seq_len
+        fault = schedule_fault(work_indptr.tolist(), work_info.tolist(), b, s_kv, _step(mode))
+        if fault:
+            raise AiterUnfit(f"schedule '{mode.entry}' is not safe: {fault}")
+        return metadata
+
+    shape = (problem.device, problem.batch_size, problem.kv_seq_len)
+    return _scratch(("aiter metadata", *shape, _step(mode), tile if mode.entry == "own" else 0), make)
+
+
+def _step(mode: AiterMode) -> int:
+    """Tokens that one step of its kernel takes."""
+    return 16 if mode.q == "bf16" else A8W8_TILE
 
 
 def _own_tile(config: Config) -> int:
-    """What an arm's schedule is cut in: `block_n`, for fp8 Q rounded up to whole steps of its kernel."""
-    step = 16 if AITER_MODES[config.arm].q == "bf16" else A8W8_TILE
+    """What an arm's schedule is cut in: `block_n`, rounded up to whole steps of its kernel."""
+    step = _step(AITER_MODES[config.arm])
     return -(-config.block_n // step) * step
 
 
@@ -1910,7 +1918,7 @@ def _own_metadata(problem: Problem, tile: int) -> AiterMetadata:
 
 
 def _library_metadata(problem: Problem, mode: AiterMode) -> AiterMetadata:
-    """AITER's schedule: the one per sequence where it has it, else its fast one. Reads it back to check it."""
+    """AITER's schedule: the one per sequence where it has it, else its fast one."""
     aiter = _aiter()
     make = aiter.get_mla_metadata_v1
     accepted = _parameters("get_mla_metadata_v1", make)
@@ -1944,9 +1952,6 @@ def _library_metadata(problem: Problem, mode: AiterMode) -> AiterMetadata:
     }  # fmt: skip
     make(indices.qo_indptr, indices.kv_indptr, *lengths, H_Q, 1, False, pointers, work_info, work_indptr, *maps,
          **{name: value for name, value in options.items() if name in accepted})  # fmt: skip
-    fault = schedule_fault(work_indptr.tolist(), work_info.tolist(), problem.batch_size, problem.kv_seq_len)
-    if fault:
-        raise AiterUnfit(f"AITER's own schedule is not safe: {fault}")
     return AiterMetadata((pointers, work_indptr, work_info), tuple(maps), _any_split(maps[0].tolist()))
 
 
@@ -2085,8 +2090,8 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
             return f"its fp8 is {fp8}, not torch.float8_e4m3fn"
         if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
             return "a cast to fp8 clips here, so a query above 448 would be wrong without a sign"
-        if mode.entry in ("fwd", "direct"):
-            _aiter_metadata(problem, mode, tile=0)
+        if mode.entry != "split_kv":
+            _aiter_metadata(problem, mode, _own_tile(Config(name)))
         if mode.entry in ("fwd", "split_kv"):
             _bind_decode_fwd(mode.entry)
         else:

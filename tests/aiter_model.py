@@ -379,6 +379,8 @@ class AiterModel:
                 need(start < end, f"CU {cu}: an item without tokens ends its CU")
                 need(rest == kv_indptr[b + 1] - end >= 0, f"CU {cu}: {rest} tokens said to follow")
                 need((end - start) % 16 not in (1, 2, 3), f"CU {cu}: a tail under 4 tokens")
+                tiles = (end - start) // 128 if v["Q"].dtype == FP8 else 1
+                need(tiles == 0 or tiles % 2 == 1, f"CU {cu}: an even number of 128-token tiles")
                 need(row < rows, f"CU {cu}: partial row {row} of {rows}")
                 covered[b].append((start, end))
                 if row >= 0:

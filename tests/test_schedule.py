@@ -75,13 +75,18 @@ def check_items(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int, t
         if kv_len >= 4:
             assert all(length % 16 not in (1, 2, 3) for length in lengths)
         # Doubling the items must fit the reduce: that is where it can.
-        if tile % 128 == 0 and 1 < len(items) <= num_cu // 2:
+        if tile % 128 == 0 and len(items) <= num_cu // 2:
             assert all(length < 128 or length // 128 % 2 == 1 for length in lengths)
 
 
 def cu_of(schedule: AiterSchedule, item: tuple[int, ...]) -> int:
     index = schedule.work_info.index(item)
     return next(cu for cu, end in enumerate(schedule.work_indptr[1:]) if index < end)
+
+
+def fault_of(schedule: AiterSchedule, kv_len: int, tile: int) -> str | None:
+    batch = len(schedule.reduce_final_map)
+    return schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len, tile)
 
 
 batches = st.integers(1, 512)
@@ -107,7 +112,9 @@ def test_every_token_once_balanced_and_no_bad_item(batch, kv_len, num_cu, tile):
     check_coverage(schedule, batch, kv_len, num_cu)
     check_items(schedule, batch, kv_len, num_cu, tile)
     if kv_len >= 4:
-        assert schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len) is None
+        assert fault_of(schedule, kv_len, tile=16) is None
+        if tile % 128 == 0 and summary(schedule)[2] <= num_cu // 2:
+            assert fault_of(schedule, kv_len, tile) is None
 
 
 @pytest.mark.parametrize("batch, kv_len", SHAPES)
@@ -119,7 +126,9 @@ def test_official_shapes(batch, kv_len, tile):
     busy, most, _ = summary(schedule)
     assert busy == min(256, batch * kv_len // tile)
     assert most == max(tile, batch * kv_len // 256)
-    assert bool(schedule.reduce_partial_map) == (batch < 256)
+    # The a8w8 kernel's tile cuts even a sequence that has a CU to itself.
+    assert bool(schedule.reduce_partial_map) == (batch < 256 or tile == 128)
+    assert fault_of(schedule, kv_len, tile) is None
 
 
 def test_small_case_fills_half_the_machine():
@@ -127,7 +136,7 @@ def test_small_case_fills_half_the_machine():
 
 
 def test_whole_sequences_when_one_idle_cu_costs_less_than_a_tile():
-    schedule = build_schedule(255, 8192, 256, 128)
+    schedule = build_schedule(255, 8192, 256, 64)
     assert not schedule.reduce_partial_map
     assert summary(schedule)[:2] == (255, 8192)
 
@@ -138,9 +147,21 @@ def test_a_sequence_with_a_bad_tail_is_cut_even_alone_on_its_cu():
     assert summary(schedule)[:2] == (256, 1025)
 
 
-def test_more_cuts_than_the_reduce_takes_are_left_out():
-    # 70,000 tokens on 256 CUs are two tiles and a bit each: cutting them all would make 512 items.
-    assert summary(build_schedule(1, 70_000, 256, 128))[2] <= 256
+def test_a_sequence_alone_on_its_cu_is_cut_into_odd_numbers_of_tiles():
+    schedule = build_schedule(256, 8192, 256, 128)
+    assert {item[5] - item[4] for item in schedule.work_info} == {128, 63 * 128}
+    assert summary(schedule) == (256, 8192, 2)
+
+
+@pytest.mark.parametrize(
+    "batch, kv_len, fits", [(1, 32_895, True), (1, 32_896, False), (1, 70_000, False), (300, 4096, True)]
+)
+def test_more_cuts_than_the_reduce_takes_are_left_out_and_found(batch, kv_len, fits):
+    # 70,000 tokens on 256 CUs are two tiles and a bit each: cutting them all would make 512 items of one sequence.
+    schedule = build_schedule(batch, kv_len, 256, 128)
+    assert summary(schedule)[2] <= 256
+    fault = fault_of(schedule, kv_len, 128)
+    assert fault is None if fits else "256 tokens, an even number of 128-token tiles" in fault
 
 
 @pytest.mark.parametrize("argument, bad", [("batch", 0), ("kv_len", 0), ("num_cu", 16), ("tile", 24), ("tile", 0)])
@@ -155,7 +176,9 @@ def test_library_rules_reproduce_what_it_leaves_idle(batch, kv_len):
         (intra_batch_schedule(batch, kv_len), fast_schedule(batch, kv_len)), LIBRARY[batch, kv_len], strict=True
     ):
         assert summary(schedule)[:2] == expected
-        assert schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len) is None
+        assert fault_of(schedule, kv_len, tile=16) is None
+    even = fault_of(intra_batch_schedule(batch, kv_len), kv_len, tile=128)
+    assert even is None if kv_len == 1024 and batch < 64 else "an even number of 128-token tiles" in even
 
 
 def _edit(schedule: AiterSchedule, index: int, field: int, value: int) -> AiterSchedule:
@@ -167,11 +190,12 @@ def _edit(schedule: AiterSchedule, index: int, field: int, value: int) -> AiterS
 GOOD = build_schedule(4, 1024, 256, 32)  # 32 items of 32 tokens a sequence
 FAULTS = {
     "gap": (_edit(GOOD, 3, 4, 100), "do not cover"),
-    "overlap": (_edit(GOOD, 3, 5, 144), "do not cover"),
+    "overlap": (_edit(GOOD, 3, 4, 80), "do not cover"),
     "empty item": (_edit(GOOD, 3, 5, 96), "tokens 96 to 96"),
     "reversed item": (_edit(GOOD, 3, 5, 64), "tokens 96 to 64"),
     "wrong query": (_edit(GOOD, 3, 2, 1), "queries 1 to 1"),
-    "tail of one": (_edit(_edit(GOOD, 3, 5, 113), 4, 4, 113), "17 tokens, a tail under 4"),
+    "wrong rest": (_edit(GOOD, 3, 6, -1), "tokens 96 to 128, then -1"),
+    "tail of one": (_edit(_edit(_edit(GOOD, 3, 5, 113), 3, 6, 911), 4, 4, 113), "17 tokens, a tail under 4"),
     "direct write of a part": (_edit(GOOD, 3, 1, -1), "partial rows"),
     "16 splits": (intra_batch_schedule(16, 16 * 196, max_split=16), "split 16 times"),
     "falling pointers": (replace(GOOD, work_indptr=(1, *GOOD.work_indptr[1:])), "does not rise"),
@@ -181,8 +205,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name):
     schedule, message = FAULTS[name]
-    batch, kv_len = len(schedule.reduce_final_map), (schedule.work_info[-1][5]) // len(schedule.reduce_final_map)
-    assert message in schedule_fault(schedule.work_indptr, schedule.work_info, batch, kv_len)
+    kv_len = schedule.work_info[-1][5] // len(schedule.reduce_final_map)
+    assert message in fault_of(schedule, kv_len, tile=16)
 
 
 def test_library_never_divides_by_zero_here():
