@@ -786,6 +786,26 @@ def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAV
 
 
 @_gluon_jit
+def _gfx950_softmax(x, m, norm, left, logit_scale, SHIFT: gl.constexpr, WAVES: gl.constexpr):
+    """P x 2^SHIFT of the scores [WAVES, 16, 32] of a tile with `left` rows; new maximum and sum, and the rescaling."""
+    STAT: gl.constexpr = m.type.layout
+    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
+    if left < 32 * WAVES:
+        X5: gl.constexpr = x.type.layout
+        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
+        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
+    x = x.reshape([WAVES, 16, 32])
+    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
+    rescale = gl.exp2(m - m_new)
+    shift = gl.convert_layout(m_new - SHIFT, X, assert_trivial=True)
+    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
+    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
+    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    return p, m_new, norm, rescale
+
+
+@_gluon_jit
 def _gfx950_step(
     tile,  # LDS: latent [WAVES, 64, 512], rope [WAVES, 64, 64]
     q,  # operands: hi of four chunks of 128 dims, hi and lo of rope
@@ -800,7 +820,6 @@ def _gfx950_step(
     """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end."""
     M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
     M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
-    STAT: gl.constexpr = gl.SliceLayout(2, M32)
     P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
     # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
     K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
@@ -825,20 +844,8 @@ def _gfx950_step(
         if PAIRS:
             x = _mfma_k128(_each_wave(q_lo.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES), k, x)
 
-    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
-    if left < 32 * WAVES:
-        X5: gl.constexpr = x.type.layout
-        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
-        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
-    x = x.reshape([WAVES, 16, 32])
-    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
-    rescale = gl.exp2(m - m_new)
     # P x 2^8 uses e4m3's range, so that lo is no denormal.
-    shift = gl.convert_layout(m_new - 8.0, X, assert_trivial=True)
-    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
-    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
-    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    p, m_new, norm, rescale = _gfx950_softmax(x, m, norm, left, logit_scale, 8.0, WAVES)
     p_hi = p.to(gl.float8e4nv)
     p_lo = gl.convert_layout((p - p_hi.to(gl.float32)).to(gl.float8e4nv), P, assert_trivial=True)
     p_hi = gl.convert_layout(p_hi, P, assert_trivial=True)
@@ -850,6 +857,61 @@ def _gfx950_step(
             a = cdna4.mfma(p_lo, v, a)
         acc_new = acc_new + (a,)
     return m_new, norm, acc_new
+
+
+@_gluon_jit
+def _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES: gl.constexpr, STAT: gl.constexpr):
+    """Q's latent and rope parts as hi and lo each, and what turns their products into logits [WAVES, 16]."""
+    QN: gl.constexpr = gl.SliceLayout(1, qn.type.layout)
+    QR: gl.constexpr = gl.SliceLayout(1, qr.type.layout)
+    # A power-of-two scale per head makes hi + lo exact for bf16.
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), QN)
+    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
+    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
+    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, QR)[:, None])
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
+    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
+    return qn_hi, qn_lo, qr_hi, qr_lo, logit_scale
+
+
+@_gluon_jit
+def _gfx950_finish(
+    merge,  # LDS [WAVES, 16, 512], the waves' shares of the output
+    lse,
+    kv_scale,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    t,
+    split,
+    SPLITS: gl.constexpr,
+    WAVES: gl.constexpr,
+    ONE_LAUNCH: gl.constexpr,
+):
+    """Adds up the waves and writes the output, or the partial and, as the last of a query row to arrive, the output."""
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
+    o = merge.slice(0, 1, 0).load(OUT)
+    for w in gl.static_range(1, WAVES):
+        o += merge.slice(w, 1, 0).load(OUT)
+    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
+    if SPLITS == 1:
+        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
+    else:
+        part_row = t.to(gl.int64) * SPLITS + split
+        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(part_ptr.dtype.element_ty))
+        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, lse.type.layout), lse)
+    if ONE_LAUNCH:
+        # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
+        # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
+        # stale lines, in every wave rather than in the one that took the ticket.
+        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
+        if _arrive_last(ticket_ptr + t, SPLITS):
+            _gfx950_wave_instruction("buffer_inv sc1")
+            row_parts = t.to(gl.int64) * SPLITS
+            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
+                            kv_scale, SPLITS, MERGE)  # fmt: skip
 
 
 @_gluon_jit
@@ -907,13 +969,7 @@ def _decode_fp8_gfx950(
     if left > 0:
         _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, 0, WAVES)
 
-    # A power-of-two scale per head makes hi + lo exact for bf16.
-    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), gl.SliceLayout(1, QN))
-    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
-    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
-    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, QR))[:, None])
-    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
-    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
+    qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES, STAT)
     # One piece of LDS hands out rope, then hi; lo stays there.
     A32: gl.constexpr = gl.DotOperandLayout(0, M32, 16)
     A128: gl.constexpr = gl.DotOperandLayout(0, M128, 16)
@@ -957,29 +1013,8 @@ def _decode_fp8_gfx950(
     merge = _view(tile[0], gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
     for c in gl.static_range(4):
         merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
-    o = merge.slice(0, 1, 0).load(OUT)
-    for w in gl.static_range(1, WAVES):
-        o += merge.slice(w, 1, 0).load(OUT)
-    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
-    if SPLITS == 1:
-        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
-    else:
-        part_row = t.to(gl.int64) * SPLITS + split
-        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(gl.float16))
-        lse = top + gl.log2(total) - 8.0
-        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, STAT)), lse)
-    if ONE_LAUNCH:
-        # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
-        # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
-        # stale lines, in every wave rather than in the one that took the ticket.
-        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
-        if _arrive_last(ticket_ptr + t, SPLITS):
-            _gfx950_wave_instruction("buffer_inv sc1")
-            row_parts = t.to(gl.int64) * SPLITS
-            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
-            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
-                            kv_scale, SPLITS, MERGE)  # fmt: skip
+    lse = top + gl.log2(total) - 8.0
+    _gfx950_finish(merge, lse, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH)
 
 
 # ---- tuning table ----
