@@ -243,22 +243,25 @@ def _mxfp4_pair(packed, scales):
 
 @_jit
 def _load_mxfp4_tile(
-    kv_ptr, scale_ptr, n, first_row, kv_end, stride_kv_t, stride_scale_t, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_N: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    kv_ptr, scale_ptr, n, first_row, kv_end, stride_kv_t, stride_scale_t, BLOCK_N: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Blocks [BLOCK, BLOCK + BLOCKS) of tile `n` of a sequence: packed [BLOCK_N, BLOCKS, 16], scales [BLOCK_N, BLOCKS].
+    """Tile `n` of a sequence: packed [BLOCK_N, blocks, 16] and scales [BLOCK_N, blocks], latent (16 blocks) and rope (2).
 
     Rows at or past `kv_end` read as zeros, whatever lies there.
     """
     offs_n = first_row + n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < kv_end
     rows = offs_n.to(tl.int64)
-    offs_b = BLOCK + tl.arange(0, BLOCKS)
-    offs_kv = offs_b[:, None] * 16 + tl.arange(0, 16)[None, :]
-    packed_ptrs = kv_ptr + (rows * stride_kv_t)[:, None, None] + offs_kv[None, :, :]
-    scale_ptrs = scale_ptr + tl.multiple_of(rows * stride_scale_t, SCALE_ALIGN)[:, None] + offs_b[None, :]
-    packed = tl.load(packed_ptrs, mask=mask_n[:, None, None], other=0)
-    return packed, tl.load(scale_ptrs, mask=mask_n[:, None], other=0)
+    tile = ()
+    for part in tl.static_range(2):
+        offs_b = 16 * part + tl.arange(0, 16 - 14 * part)
+        offs_kv = offs_b[:, None] * 16 + tl.arange(0, 16)[None, :]
+        packed_ptrs = kv_ptr + (rows * stride_kv_t)[:, None, None] + offs_kv[None, :, :]
+        scale_ptrs = scale_ptr + tl.multiple_of(rows * stride_scale_t, SCALE_ALIGN)[:, None] + offs_b[None, :]
+        packed = tl.load(packed_ptrs, mask=mask_n[:, None, None], other=0)
+        tile = tile + (packed, tl.load(scale_ptrs, mask=mask_n[:, None], other=0))
+    return tile
 
 
 @_jit
@@ -305,21 +308,15 @@ def _decode_mxfp4(
     norm = tl.zeros([H], tl.float32)
     acc_even = tl.zeros([H, HALF], tl.float32)
     acc_odd = tl.zeros([H, HALF], tl.float32)
-    nope, nope_scales = _load_mxfp4_tile(
-        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, 0, 16, BLOCK_N, SCALE_ALIGN
-    )
-    rope, rope_scales = _load_mxfp4_tile(
-        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, 16, 2, BLOCK_N, SCALE_ALIGN
+    tile = _load_mxfp4_tile(
+        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, BLOCK_N, SCALE_ALIGN
     )
     for n in range(first, last):
         # One decoding serves K and V; the next tile is on its way in registers meanwhile.
-        kn_even, kn_odd = _mxfp4_pair(nope, nope_scales)
-        kr_even, kr_odd = _mxfp4_pair(rope, rope_scales)
-        nope, nope_scales = _load_mxfp4_tile(
-            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, 0, 16, BLOCK_N, SCALE_ALIGN
-        )
-        rope, rope_scales = _load_mxfp4_tile(
-            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, 16, 2, BLOCK_N, SCALE_ALIGN
+        kn_even, kn_odd = _mxfp4_pair(tile[0], tile[1])
+        kr_even, kr_odd = _mxfp4_pair(tile[2], tile[3])
+        tile = _load_mxfp4_tile(
+            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, BLOCK_N, SCALE_ALIGN
         )
         x = tl.dot(qr_odd, tl.trans(kr_odd), tl.dot(qr_even, tl.trans(kr_even)))
         x = tl.dot(qn_odd, tl.trans(kn_odd), tl.dot(qn_even, tl.trans(kn_even), x)) * softmax_scale
