@@ -246,7 +246,7 @@ def _load_mxfp4_tile(
     kv_ptr, scale_ptr, n, first_row, kv_end, stride_kv_t, stride_scale_t, BLOCK_N: tl.constexpr,
     SCALE_ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Tile `n` of a sequence: packed [BLOCK_N, blocks, 16] and scales [BLOCK_N, blocks], latent (16 blocks) and rope (2).
+    """Tile `n` of a sequence: packed [BLOCK_N, blocks, 16], scales [BLOCK_N, blocks], latent, then rope.
 
     Rows at or past `kv_end` read as zeros, whatever lies there.
     """
@@ -608,14 +608,9 @@ def _decode_fp8_hopper(
     p_smem = gl.allocate_shared_memory(gl.float16, [BLOCK_N, 16], gl.NVMMASharedLayout(32, 16, 2))
     m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(0, X_LAYOUT))
     norm = gl.zeros([BLOCK_N, 16], gl.float32, X_LAYOUT)
-    e0 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    o0 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    e1 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    o1 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    e2 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    o2 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    e3 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
-    o3 = gl.zeros([64, 16], gl.float32, O_LAYOUT)
+    acc = ()
+    for _ in gl.static_range(8):
+        acc = acc + (gl.zeros([64, 16], gl.float32, O_LAYOUT),)
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, X_LAYOUT))
     slot = 0
     phase = 0
@@ -644,11 +639,10 @@ def _decode_fp8_hopper(
         m = m_new
         r = gl.convert_layout(rescale, gl.SliceLayout(0, O_LAYOUT), assert_trivial=True)[None, :]
         fence_async_shared()
-        e0, o0 = _hopper_pv(e0 * r, o0 * r, p_smem, v_smem.slice(0, 64, 1), V_LAYOUT)
-        e1, o1 = _hopper_pv(e1 * r, o1 * r, p_smem, v_smem.slice(64, 64, 1), V_LAYOUT)
-        e2, o2 = _hopper_pv(e2 * r, o2 * r, p_smem, v_smem.slice(128, 64, 1), V_LAYOUT)
-        e3, o3 = _hopper_pv(e3 * r, o3 * r, p_smem, v_smem.slice(192, 64, 1), V_LAYOUT)
-        e0, o0, e1, o1, e2, o2, e3, o3 = warpgroup_mma_wait(0, deps=[e0, o0, e1, o1, e2, o2, e3, o3])
+        pv = ()
+        for d in gl.static_range(4):
+            pv = pv + _hopper_pv(acc[2 * d] * r, acc[2 * d + 1] * r, p_smem, v_smem.slice(64 * d, 64, 1), V_LAYOUT)
+        acc = warpgroup_mma_wait(0, deps=pv)
         _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * STEP, i + STAGES < n)
         slot ^= 1
         phase ^= slot ^ 1
@@ -668,10 +662,8 @@ def _decode_fp8_hopper(
                 "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
             )
         gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, X_LAYOUT)), m + gl.log2(total))
-    _hopper_store(dst, e0, o0, factor, 0, O_LAYOUT)
-    _hopper_store(dst, e1, o1, factor, 1, O_LAYOUT)
-    _hopper_store(dst, e2, o2, factor, 2, O_LAYOUT)
-    _hopper_store(dst, e3, o3, factor, 3, O_LAYOUT)
+    for d in gl.static_range(4):
+        _hopper_store(dst, acc[2 * d], acc[2 * d + 1], factor, d, O_LAYOUT)
     if ONE_LAUNCH:
         if _arrive_last(ticket_ptr + t, SPLITS):
             row_parts = t.to(gl.int64) * SPLITS
@@ -1368,38 +1360,32 @@ def _tickets(problem: Problem) -> torch.Tensor:
     return _scratch(("tickets", device, rows), lambda: torch.zeros(rows, dtype=torch.int32, device=device))
 
 
-def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
-    """Two launches: partials, then the combine; one when the sequences are not split."""
-    q, kv_data, _, kv_indptr, _ = data
-    kv, kv_scale = kv_data["fp8"]
-    problem, config = plan.problem, plan.config
-    out = _output(problem)
-    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
-    _decode_fp8[(config.splits, problem.total_q)](
-        q, kv, kv_scale, kv_indptr, out, part, lse, problem.sm_scale * LOG2E, problem.q_seq_len,
-        q.stride(0), q.stride(1), kv.stride(0),
-        SPLITS=config.splits, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
-    if config.splits > 1:
-        _launch_combine(part, lse, kv_scale, out, dependent=False)
-    return out
+def _split_k(
+    data: tuple, plan: Plan, kernel: Callable, cache: tuple, strides: tuple, kv_scale: torch.Tensor | None = None,
+    merges: bool = False, dependent: bool = False, **options,
+) -> torch.Tensor:  # fmt: skip
+    """One launch of a decode `kernel`, and one of the combine where partials are left.
 
-
-def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
-    """Two launches, or one when the sequences are not split. Partials are float32: values may exceed fp16's range."""
-    q, kv_data, _, kv_indptr, _ = data
-    packed, scales = (x.view(torch.uint8) for x in kv_data["mxfp4"])  # Triton takes neither of their own dtypes
-    problem, config = plan.problem, plan.config
+    cache, strides: its arguments before kv_indptr and at the end. kv_scale: None where values carry their own scales;
+    they may exceed fp16's range, so partials are float32. merges: a Gluon kernel, which takes a ticket and may combine
+    by itself, its grid the other way round. dependent: the combine's start-up overlaps the end of the decode (CUDA).
+    """
+    q, _, _, kv_indptr, _ = data
+    problem, splits = plan.problem, plan.config.splits
+    dtype = torch.float32 if kv_scale is None else torch.float16
     out = _output(problem)
-    part, lse = _partials(problem, config.splits, torch.float32) if config.splits > 1 else (out, out)
-    bits = scales.data_ptr() | scales.stride(0) | 16
-    _decode_mxfp4[(config.splits, problem.total_q)](
-        q, packed, scales, kv_indptr, out, part, lse, problem.sm_scale * LOG2E, problem.q_seq_len,
-        q.stride(0), q.stride(1), packed.stride(0), scales.stride(0),
-        SPLITS=config.splits, BLOCK_N=config.block_n, SCALE_ALIGN=bits & -bits, num_warps=config.num_warps,
+    part, lse = _partials(problem, splits, dtype) if splits > 1 else (out, out)
+    grid, ticket = (splits, problem.total_q), ()
+    one_launch = merges and plan.config.one_launch and splits > 1
+    if merges:
+        grid, ticket = grid[::-1], (_tickets(problem) if one_launch else kv_indptr,)
+        options["ONE_LAUNCH"] = one_launch
+    kernel[grid](
+        q, *cache, kv_indptr, out, part, lse, *ticket, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
+        q.stride(1), *strides, SPLITS=splits, **options,
     )  # fmt: skip
-    if config.splits > 1:
-        _launch_combine(part, lse, _unit_scale(problem.device), out, dependent=False)
+    if splits > 1 and not one_launch:
+        _launch_combine(part, lse, _unit_scale(q.device) if kv_scale is None else kv_scale, out, dependent)
     return out
 
 
@@ -1417,7 +1403,6 @@ def combine_shape(splits: int) -> tuple[int, int, int]:
 def _launch_combine(
     part: torch.Tensor, lse: torch.Tensor, kv_scale: torch.Tensor, out: torch.Tensor, dependent: bool
 ) -> None:
-    """`dependent`: a CUDA dependent launch, whose start-up overlaps the end of the launch before it."""
     total_q, splits = lse.shape[:2]
     options = {"launch_pdl": True} if dependent else {}
     block_d, block_s, num_warps = combine_shape(splits)
@@ -1427,44 +1412,37 @@ def _launch_combine(
     )  # fmt: skip
 
 
+def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+    kv, kv_scale = data[1]["fp8"]
+    options = {"BLOCK_N": plan.config.block_n, "num_warps": plan.config.num_warps}
+    return _split_k(data, plan, _decode_fp8, (kv, kv_scale), (kv.stride(0),), kv_scale, **options)
+
+
+def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
+    packed, scales = (x.view(torch.uint8) for x in data[1]["mxfp4"])  # Triton takes neither of their own dtypes
+    bits = scales.data_ptr() | scales.stride(0) | 16
+    options = {"BLOCK_N": plan.config.block_n, "SCALE_ALIGN": bits & -bits, "num_warps": plan.config.num_warps}
+    return _split_k(data, plan, _decode_mxfp4, (packed, scales), (packed.stride(0), scales.stride(0)), **options)
+
+
 def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
-    """One launch when a sequence is not split or `one_launch` says so, else two, the combine launched dependent."""
-    q, kv_data, _, kv_indptr, _ = data
-    kv, kv_scale = kv_data["fp8"]
-    problem, config = plan.problem, plan.config
-    out = _output(problem)
-    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
-    one_launch = config.one_launch and config.splits > 1
-    rows = kv[:, 0]  # [total_kv, 576]
-    _decode_fp8_hopper[(problem.total_q, config.splits)](
-        q, TensorDescriptor.from_tensor(rows, [64, D_V], gl.NVMMASharedLayout(128, 8, 2)),
-        TensorDescriptor.from_tensor(rows, [64, D_ROPE], gl.NVMMASharedLayout(64, 8, 2)),
-        kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
-        problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0), q.stride(1), 4,
-        SPLITS=config.splits, ONE_LAUNCH=one_launch, num_warps=4,
-    )  # fmt: skip
-    if config.splits > 1 and not one_launch:
-        _launch_combine(part, lse, kv_scale, out, dependent=True)
-    return out
+    kv, kv_scale = data[1]["fp8"]
+    tiles = (
+        TensorDescriptor.from_tensor(kv[:, 0], [64, dims], gl.NVMMASharedLayout(min(dims, 128), 8, 2))
+        for dims in (D_V, D_ROPE)
+    )
+    return _split_k(
+        data, plan, _decode_fp8_hopper, (*tiles, kv_scale), (4,), kv_scale, merges=True, dependent=True, num_warps=4
+    )
 
 
 def _run_gfx950_fp8(data: tuple, plan: Plan) -> torch.Tensor:
-    """One launch or two, as on Hopper."""
-    q, kv_data, _, kv_indptr, _ = data
-    kv, kv_scale = kv_data["fp8"]
-    problem, config = plan.problem, plan.config
-    out = _output(problem)
-    part, lse = _partials(problem, config.splits) if config.splits > 1 else (out, out)
-    one_launch = config.one_launch and config.splits > 1
-    _decode_fp8_gfx950[(problem.total_q, config.splits)](
-        q, kv, kv_scale, kv_indptr, out, part, lse, _tickets(problem) if one_launch else kv_indptr,
-        problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0), q.stride(1), kv.stride(0),
-        SPLITS=config.splits, WAVES=config.num_warps, PAIRS=True, ONE_LAUNCH=one_launch,
-        num_warps=config.num_warps, waves_per_eu=2,
+    kv, kv_scale = data[1]["fp8"]
+    waves = plan.config.num_warps
+    return _split_k(
+        data, plan, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), kv_scale, merges=True, WAVES=waves, PAIRS=True,
+        num_warps=waves, waves_per_eu=2,
     )  # fmt: skip
-    if config.splits > 1 and not one_launch:
-        _launch_combine(part, lse, kv_scale, out, dependent=False)
-    return out
 
 
 def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
@@ -1571,29 +1549,19 @@ def _no_bmm(problem: Problem) -> str | None:
     return None
 
 
-def _no_hopper(problem: Problem) -> str | None:
+def _no_gluon(problem: Problem, target: str) -> str | None:
     if gluon is None:
         return "Triton with Gluon is not installed"
-    if _target(problem.device).name != "sm90":
-        return f"{problem.device} is not a Hopper GPU"
+    if _target(problem.device).name != target:
+        return f"{problem.device} is not a {target} GPU"
     if not problem.aligned or problem.empty:
-        return "it needs a non-empty fp8 cache and Q with addresses and row strides of 16 bytes"
-    return None
-
-
-def _no_gfx950(problem: Problem) -> str | None:
-    if gluon is None:
-        return "Triton with Gluon is not installed"
-    if _target(problem.device).name != "gfx950":
-        return f"{problem.device} is not a gfx950 GPU"
-    if not problem.aligned:
-        return "it needs an fp8 cache and Q with addresses and row strides of 16 bytes"
+        return "it needs Q and a non-empty fp8 cache with addresses and row strides of 16 bytes"
     return None
 
 
 ARMS: dict[str, Arm] = {
-    "hopper_fp8": Arm("fp8", _no_hopper, _run_hopper_fp8),
-    "gfx950_fp8": Arm("fp8", _no_gfx950, _run_gfx950_fp8),
+    "hopper_fp8": Arm("fp8", partial(_no_gluon, target="sm90"), _run_hopper_fp8),
+    "gfx950_fp8": Arm("fp8", partial(_no_gluon, target="gfx950"), _run_gfx950_fp8),
     "triton_fp8": Arm("fp8", _no_gpu_triton, _run_triton_fp8),
     "triton_mxfp4": Arm("mxfp4", _no_gpu_triton, _run_triton_mxfp4),
     "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),

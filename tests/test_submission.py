@@ -70,7 +70,7 @@ def test_bmm_arm(monkeypatch):
         ("torch_bmm", [100, 64], 1, "ragged"),
         ("torch_bmm", [64, 64], 2, "one query"),
         ("triton_fp8", [64], 1, "not on a GPU"),
-        ("hopper_fp8", [64], 1, "not a Hopper GPU"),
+        ("hopper_fp8", [64], 1, "not a sm90 GPU"),
         ("cuda_graphs", [64], 1, "expected one of hopper_fp8"),
     ],
 )
