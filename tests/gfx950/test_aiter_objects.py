@@ -85,7 +85,7 @@ def test_late_loads_show_the_wait_that_a16w16_misses():
 
 
 def test_a16w8_reads_lds_without_a_wait():
-    """It leaves 15 MFMAs between such a read and its use; with LDS landing late too, no item is right."""
+    """It leaves 14 MFMAs or more between such a read and its use; with LDS landing late too, no item is right."""
     worst, result = run_units(("bf16", "fp8"), [[(0, 0, 16, 0)]], [16], late_loads="late")
     early = [finding for finding in result.run.findings if finding.kind == "read before wait"]
     assert worst > 0.1
@@ -96,3 +96,9 @@ def test_a16w8_reads_lds_without_a_wait():
 def test_a8w8_waves_must_stay_nearly_level(quantum, right):
     worst, _ = run_units(("fp8", "fp8"), [[(0, 0, 128, 0)]], [128], quantum=quantum)
     assert (worst < TOLERANCE["fp8"]) == right
+
+
+def test_even_tiles_are_right_in_the_wheels_a8w8():
+    """The runner's, one version newer, was seen to prefetch into its output staging there."""
+    worst, _ = run_units(("fp8", "fp8"), [[(0, 0, 256, 0), (1, 0, 256, -1)]], [256, 256], late_loads="late memory")
+    assert worst < TOLERANCE["fp8"]
