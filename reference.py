@@ -7,12 +7,13 @@ Attention here is MLA decode: for query row `q_h` and cached row `k_j` of the sa
 `strict_check` is the judge; `official_check` only predicts the leaderboard's. docs/checks.md derives every bound.
 """
 
-import importlib.util
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 
@@ -282,11 +283,53 @@ def oracle(data: input_t, kv: str = "bf16") -> torch.Tensor:
     return _attend(data[0].double(), data, kv)[0]
 
 
-def _aiter_decode(q: torch.Tensor, q_scale: torch.Tensor, data: input_t) -> torch.Tensor:
-    """AITER's persistent a8w8 decode, one token a page (its kernels ignore larger pages), metadata built per call."""
-    import aiter
-    from aiter.mla import mla_decode_fwd
+# AITER's schedule divides by len // 196, and its kernels' cache offsets have 32 bits.
+AITER_MIN_KV_LEN = 196
+AITER_MAX_POOL_BYTES = 1 << 32
 
+
+class AiterUnfit(RuntimeError):
+    """AITER must not compute the reference; the message says why."""
+
+
+def _aiter_for(data: input_t) -> ModuleType:
+    """AITER, if it is there and takes this case. Raises AiterUnfit."""
+    try:
+        import aiter
+        import aiter.mla
+    except ImportError as error:
+        raise AiterUnfit(f"AITER is not installed ({error})") from None
+    # Versions before it lack other keywords of `_aiter_decode` too.
+    if "intra_batch_mode" not in inspect.signature(aiter.get_mla_metadata_info_v1).parameters:
+        raise AiterUnfit("this version of AITER plans no splits per sequence")
+    _, kv_data, _, kv_indptr, config = data
+    if config["q_seq_len"] != 1:
+        raise AiterUnfit(f"its kernel takes one query a sequence, not {config['q_seq_len']}")
+    pool_bytes = kv_data["fp8"][0].numel()
+    if pool_bytes >= AITER_MAX_POOL_BYTES:
+        raise AiterUnfit(f"its cache must end before {AITER_MAX_POOL_BYTES} bytes, and this has {pool_bytes}")
+    first, shortest = kv_indptr[0].item(), kv_indptr.diff().min().item()
+    if first != 0 or shortest < AITER_MIN_KV_LEN:
+        raise AiterUnfit(f"its schedule takes {AITER_MIN_KV_LEN} tokens from 0 on, not {shortest} from {first} on")
+    return aiter
+
+
+def _require_safe_work(work_indptr: torch.Tensor, work_info: torch.Tensor) -> None:
+    """Raises AiterUnfit for what was reported to return NaN: items with a tail under 4 tokens, 16 of one sequence."""
+    items = work_info[: work_indptr[-1]]
+    tails = (items[:, 5] - items[:, 4]) % 16
+    if ((tails > 0) & (tails < 4)).any():
+        raise AiterUnfit("its schedule leaves a tail of under 4 tokens")
+    if (items[:, 0].bincount() == 16).any():
+        raise AiterUnfit("its schedule splits a sequence 16 times")
+
+
+def _aiter_decode(q: torch.Tensor, q_scale: torch.Tensor, data: input_t) -> torch.Tensor:
+    """AITER's persistent a8w8 decode, one token a page (its kernels ignore larger pages), metadata built per call.
+
+    Raises AiterUnfit.
+    """
+    aiter = _aiter_for(data)
     _, kv_data, qo_indptr, kv_indptr, config = data
     kv, kv_scale = kv_data["fp8"]
     num_splits, s_q = 32, config["q_seq_len"]
@@ -320,8 +363,9 @@ def _aiter_decode(q: torch.Tensor, q_scale: torch.Tensor, data: input_t) -> torc
         dtype_kv=kv.dtype,
         **schedule,
     )
+    _require_safe_work(work_indptr, work_info)
     out = torch.empty((q.shape[0], NUM_HEADS, V_HEAD_DIM), dtype=torch.bfloat16, device=q.device)
-    mla_decode_fwd(
+    aiter.mla.mla_decode_fwd(
         q,
         kv.view(-1, 1, NUM_KV_HEADS, QK_HEAD_DIM),
         out,
@@ -347,32 +391,23 @@ def _aiter_decode(q: torch.Tensor, q_scale: torch.Tensor, data: input_t) -> torc
     return out
 
 
-# AITER's schedule divides by len // 196.
-AITER_MIN_KV_LEN = 196
-
-
-def _aiter_takes(data: input_t) -> bool:
-    _, _, _, kv_indptr, _ = data
-    if torch.version.hip is None or not kv_indptr.is_cuda or importlib.util.find_spec("aiter") is None:
-        return False
-    import aiter
-
-    # Versions before it lack other keywords of `_aiter_decode` too.
-    if "intra_batch_mode" not in inspect.signature(aiter.get_mla_metadata_info_v1).parameters:
-        return False
-    return kv_indptr[0].item() == 0 and kv_indptr.diff().min().item() >= AITER_MIN_KV_LEN
+def _on_rocm(x: torch.Tensor) -> bool:
+    return torch.version.hip is not None and x.is_cuda
 
 
 def ref_kernel(data: input_t) -> output_t:
     """The leaderboard's reference, a8w8: Q quantised to fp8 per tensor, fp8 cache; bfloat16 (total_q, 16, 512).
 
-    AITER's persistent kernel on a ROCm GPU where AITER is installed, plans splits per sequence (`intra_batch_mode`) and
-    every sequence has `AITER_MIN_KV_LEN` tokens; plain torch in float32 elsewhere. Raises as `oracle` does.
+    AITER's persistent kernel on a ROCm GPU, as far as it is there and takes the case; plain torch in float32 elsewhere,
+    with a RuntimeWarning that says why if that is on a ROCm GPU. Raises as `oracle` does.
     """
     _require_case(data)
     q_fp8, q_scale = quantize_fp8(data[0])
-    if _aiter_takes(data):
-        return _aiter_decode(q_fp8, q_scale, data)
+    if _on_rocm(data[0]):
+        try:
+            return _aiter_decode(q_fp8, q_scale, data)
+        except AiterUnfit as reason:
+            warnings.warn(f"ref_kernel computes in plain torch: {reason}", RuntimeWarning, stacklevel=2)
     return _attend(dequantize_fp8(q_fp8, q_scale), data, "fp8")[0].bfloat16()
 
 

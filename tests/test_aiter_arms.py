@@ -2,7 +2,9 @@
 
 import contextlib
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,15 +168,6 @@ def test_table_lists_both_kernels_for_each_official_shape(case):
     assert {mode.q == "bf16" for mode in modes} == {True, False}
 
 
-@pytest.mark.parametrize("version", ["pin", "head"])
-def test_reference_takes_the_librarys_persistent_path(aiter, monkeypatch, small, version):
-    model = aiter(version=version)
-    monkeypatch.setattr(reference, "_aiter_takes", lambda data: True)
-    out = reference.ref_kernel(small)
-    assert model.ops() == ["get_mla_metadata_v1", STAGE1, REDUCE]
-    assert reference.strict_check(small, out, "fp8").passed
-
-
 # ---- the steady-state call ----
 
 
@@ -271,6 +264,66 @@ def test_new_inputs_of_a_shape_are_read(aiter, small):
     plan.run(small)
     other = reference.generate_input(3, 1, 600, seed=8)
     assert reference.strict_check(other, plan.run(other), "fp8").passed
+
+
+# ---- the reference ----
+
+
+@pytest.fixture
+def on_rocm(monkeypatch):
+    """Lets the reference take the CPU for a ROCm GPU."""
+    monkeypatch.setattr(reference, "_on_rocm", lambda x: True)
+
+
+@pytest.mark.parametrize("version", ["pin", "head"])
+def test_reference_takes_the_librarys_persistent_path(aiter, on_rocm, small, version):
+    model = aiter(version=version)
+    out = reference.ref_kernel(small)
+    assert model.ops() == ["get_mla_metadata_v1", STAGE1, REDUCE]
+    assert reference.strict_check(small, out, "fp8").passed
+
+
+REFERENCE_UNFIT = {
+    "wheel": ("wheel", [600], "plans no splits"),
+    "short": ("pin", [200, 195], "196 tokens from 0 on, not 195"),
+    "tail of one": ("pin", [1025], "tail of under 4"),
+    "16 splits": ("pin", [16 * 196], "16 times"),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE_UNFIT)
+def test_reference_says_why_it_falls_back(aiter, on_rocm, name):
+    version, lengths, message = REFERENCE_UNFIT[name]
+    model = aiter(version=version)
+    data = ragged_input(lengths)
+    with pytest.warns(RuntimeWarning, match=message):
+        out = reference.ref_kernel(data)
+    assert STAGE1 not in model.ops()
+    assert reference.strict_check(data, out, "fp8").passed
+
+
+def test_reference_refuses_what_its_kernel_misreads(aiter, monkeypatch, small):
+    aiter()
+    q, kv_data, qo_indptr, kv_indptr, config = small
+    pool = torch.empty(7_456_541, 1, 576, dtype=torch.float8_e4m3fn)
+    for changed, message in (
+        ((q, kv_data | {"fp8": (pool, kv_data["fp8"][1])}, qo_indptr, kv_indptr, config), "has 4294967616"),
+        ((q, kv_data, qo_indptr, kv_indptr, config | {"q_seq_len": 2}), "one query a sequence, not 2"),
+        ((q, kv_data, qo_indptr, kv_indptr + 1, config), "not 600 from 1 on"),
+    ):
+        with pytest.raises(reference.AiterUnfit, match=message):
+            reference._aiter_for(changed)
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    with pytest.raises(reference.AiterUnfit, match="AITER is not installed"):
+        reference._aiter_for(small)
+
+
+def test_reference_leaves_other_devices_to_torch(aiter, small, recwarn):
+    model = aiter()
+    reference.ref_kernel(small)
+    assert model.calls == [] and not recwarn
+    # One that says it is on a GPU: it is ROCm's only in a ROCm build.
+    assert not reference._on_rocm(SimpleNamespace(is_cuda=True)) and not reference._on_rocm(small[0])
 
 
 # ---- versions ----
