@@ -315,6 +315,8 @@ class AiterModel:
             need(x.dtype == torch.int32 and x.dim() == 1 and x.is_contiguous(), f"{name}: int32, 1-D, contiguous")
             need(size is None or x.numel() == size, f"{name}: {size} elements")
         need(q.shape[0] == batch, "Q: one query a sequence")
+        tokens = int(v["kv_indptr"][-1])
+        need(v["kv_page_indices"].numel() >= tokens, f"kv_page_indices: {tokens} tokens are read")
         formats = (q.dtype, kv.dtype)
         persistent = v["num_kv_splits_indptr"] is None
         known = {(BF16, BF16), (FP8, FP8)} | ({(BF16, FP8)} if persistent else set())
@@ -437,11 +439,11 @@ class AiterModel:
         need(out.dtype == BF16 and out.shape[-1] == D_V, "final_output: bf16, [total_q, 16, 512]")
         need(v.get("max_seqlen_q", 1) == 1, "max_seqlen_q: only 1 is modelled")
         need(final_lse is None or final_lse.dtype == torch.float32, "final_lse: float32")
-        most = max(self.num_cu, v.get("num_kv_splits", 0))
+        need(v.get("num_kv_splits", 0) == 0, "num_kv_splits: 0 (automatic) is meant")
         ends = indptr.tolist()
         for tile, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
             need(0 <= start <= end <= partial_map.numel(), "reduce_indptr: must rise within the partial map")
-            need(end - start <= most, f"tile {tile}: {end - start} splits, and only {most} are read")
+            need(end - start <= self.num_cu, f"tile {tile}: {end - start} splits, and only {self.num_cu} are read")
             if end - start < 2 or not self.arithmetic:
                 continue
             rows = partial_map[start:end].long()

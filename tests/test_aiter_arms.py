@@ -604,6 +604,7 @@ MISUSES = {
         "swapped",
     ),
     "swapped addresses": (lambda v: v | {"work_meta_data": v["work_meta_data"][[1, 0]]}, "addresses"),
+    "few indices": (lambda v: v | {"kv_page_indices": v["kv_page_indices"][:-1]}, "4608 tokens are read"),
     "int64 indices": (lambda v: v | {"kv_page_indices": v["kv_page_indices"].long()}, "kv_page_indices: int32"),
     "page outside": (lambda v: v | {"kv_page_indices": v["kv_page_indices"] + 8}, "outside the pool"),
     "gap": (lambda v: _items(v, _set(0, 4, 16)), "a gap or an overlap"),
@@ -676,3 +677,12 @@ def test_model_refuses_more_splits_than_the_reduce_reads(aiter, small):
     model.num_cu = 16
     with pytest.raises(Misuse, match="splits, and only 16 are read"):
         torch.ops.aiter.mla_reduce_v1(**values | {"reduce_indptr": torch.tensor([0, 0, 0, rows], dtype=torch.int32)})
+
+
+def test_model_refuses_a_number_of_splits_in_the_reduce(aiter, small):
+    model = aiter(version="head")
+    plan_for(small, "aiter_own_a16w8").run(small)
+    values = model.calls[-1].values
+    assert values["num_kv_splits"] == 0
+    with pytest.raises(Misuse, match="num_kv_splits"):
+        torch.ops.aiter.mla_reduce_v1(**values | {"num_kv_splits": 8})
