@@ -518,7 +518,7 @@ class AiterModel:
 # ---- the submission over the model ----
 
 
-SHAPE_CACHES = ("_PLANS", "_CHOICES", "_SCRATCH")
+SHAPE_CACHES = ("_PLANS", "_SCRATCH")
 
 
 @contextlib.contextmanager

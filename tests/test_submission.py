@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(autouse=True)
 def fresh_module_state(monkeypatch):
-    for name in ("_PLANS", "_CHOICES", "_SCRATCH"):
+    for name in ("_PLANS", "_SCRATCH"):
         monkeypatch.setattr(submission, name, {})
     monkeypatch.setattr(submission, "_said", set())
     for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS", "MLA_KV"):
@@ -70,7 +71,7 @@ def test_bmm_arm(monkeypatch):
         ("torch_bmm", [100, 64], 1, "ragged"),
         ("torch_bmm", [64, 64], 2, "one query"),
         ("triton_fp8", [64], 1, "not on a GPU"),
-        ("hopper_fp8", [64], 1, "not a sm90 GPU"),
+        ("hopper_fp8", [64], 1, "for sm90, not for cpu"),
         ("cuda_graphs", [64], 1, "expected one of hopper_fp8"),
     ],
 )
@@ -210,30 +211,52 @@ Q, KV, QO, KVI, CONFIG = GOOD
 INT32 = torch.int32
 BAD_ARGUMENTS = {
     "not a tuple": (None, TypeError, "data: expected the tuple .* got NoneType"),
-    "four items": (GOOD[:4], TypeError, "got 4 items"),
+    "four items": (GOOD[:4], TypeError, "got tuple of 4"),
     "q is a list": (edit(GOOD, q=[1]), TypeError, "q: expected a torch.Tensor, got list"),
-    "q rank": (edit(GOOD, q=Q[0]), ValueError, r"q: expected 3 dimensions, got shape \(16, 576\)"),
+    "q rank": (edit(GOOD, q=Q[0]), ValueError, r"q: expected shape \(2, 16, 576\) .* got \(16, 576\)"),
     "q dtype": (edit(GOOD, q=Q.half()), TypeError, "q: expected dtype torch.bfloat16, got torch.float16"),
-    "q heads": (edit(GOOD, q=Q[:, :8]), ValueError, r"q: expected shape \(2, 16, 576\) from config, got \(2, 8, 576\)"),
+    "q heads": (edit(GOOD, q=Q[:, :8]), ValueError, r"q: expected shape \(2, 16, 576\) .* got \(2, 8, 576\)"),
     "q head dim": (edit(GOOD, q=Q[..., :512]), ValueError, r"q: expected shape .* got \(2, 16, 512\)"),
     "q rows": (edit(GOOD, q=Q[:1]), ValueError, r"q: expected shape .* got \(1, 16, 576\)"),
     "q not unit stride": (edit(GOOD, q=Q.mT.contiguous().mT), ValueError, "q: expected a last dimension of stride 1"),
     "q wants a gradient": (edit(GOOD, q=Q.clone().requires_grad_()), ValueError, "q: expected no gradient"),
+    "q on the meta device": (edit(GOOD, q=Q.to("meta")), ValueError, "q: expected a tensor that holds values"),
+    "q sparse": (edit(GOOD, q=Q.to_sparse()), ValueError, "q: expected a dense tensor, got torch.sparse_coo"),
+    "q without a dimension": (edit(GOOD, q=Q[0, 0, 0]), ValueError, r"q: expected shape .* got \(\)"),
     "kv_data is a list": (edit(GOOD) [:1] + ([],) + GOOD[2:], TypeError, "kv_data: expected a dict, got list"),
     "no fp8": ((Q, without(KV, "fp8"), QO, KVI, CONFIG), KeyError, r"kv_data\['fp8'\]: expected the key to be there"),
     "no bf16": ((Q, without(KV, "bf16"), QO, KVI, CONFIG), KeyError, r"kv_data\['bf16'\]"),
     "bf16 dtype": (edit(GOOD, kv_data={"bf16": KV["bf16"].float()}), TypeError, r"kv_data\['bf16'\]: expected dtype"),
-    "bf16 rank": (edit(GOOD, kv_data={"bf16": KV["bf16"][:, 0]}), ValueError, r"kv_data\['bf16'\]: expected 3 dim"),
-    "fp8 not a pair": (edit(GOOD, kv_data={"fp8": KV["fp8"][0]}), TypeError, r"kv_data\['fp8'\]: expected a pair"),
+    "bf16 rank": (edit(GOOD, kv_data={"bf16": KV["bf16"][:, 0]}), ValueError, r"kv_data\['bf16'\]: expected shape"),
+    "fp8 not a pair": (
+        edit(GOOD, kv_data={"fp8": KV["fp8"][0]}),
+        TypeError,
+        r"kv_data\['fp8'\]: expected the tuple \(values, scales\), got Tensor",
+    ),
+    "bf16 without a dimension": (
+        edit(GOOD, kv_data={"bf16": KV["bf16"][0, 0, 0]}),
+        ValueError,
+        r"kv_data\['bf16'\]: expected shape .* got \(\)",
+    ),
+    "fp8 scale wants a gradient": (
+        edit(GOOD, kv_data={"fp8": (KV["fp8"][0], torch.ones(1, requires_grad=True))}),
+        ValueError,
+        r"kv_data\['fp8'\]\[1\]: expected no gradient",
+    ),
+    "fp8 scale is a float": (
+        edit(GOOD, kv_data={"fp8": (KV["fp8"][0], 1.0)}),
+        TypeError,
+        r"kv_data\['fp8'\]\[1\]: expected a torch.Tensor, got float",
+    ),
     "fp8 rows": (
         edit(GOOD, kv_data={"fp8": (KV["fp8"][0][:-1], KV["fp8"][1])}),
         ValueError,
-        r"kv_data\['fp8'\]\[0\]: expected shape \(134, 1, 576\), got \(133, 1, 576\)",
+        r"kv_data\['fp8'\]\[0\]: expected shape \(134, 1, 576\) .* got \(133, 1, 576\)",
     ),
     "fp8 scale of two": (
         edit(GOOD, kv_data={"fp8": (KV["fp8"][0], torch.ones(2))}),
         ValueError,
-        r"kv_data\['fp8'\]\[1\]: expected one element",
+        r"kv_data\['fp8'\]\[1\]: expected shape \(1,\) .* got \(2,\)",
     ),
     "mxfp4 width": (
         edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0].view(torch.uint8)[..., :100], KV["mxfp4"][1])}),
@@ -243,7 +266,7 @@ BAD_ARGUMENTS = {
     "mxfp4 scale columns": (
         edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1][:, :17])}),
         ValueError,
-        r"kv_data\['mxfp4'\]\[1\]: expected at least \(134, 18\), got \(256, 17\)",
+        r"kv_data\['mxfp4'\]\[1\]: expected shape of at least \(134, 18\) .* got \(256, 17\)",
     ),
     "mxfp4 not unit stride": (
         edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0].view(torch.uint8).repeat(1, 1, 2)[..., ::2], KV["mxfp4"][1])}),
@@ -252,11 +275,11 @@ BAD_ARGUMENTS = {
     ),
     "other device": (edit(GOOD, kv_indptr=KVI.to("meta")), ValueError, r"kv_indptr: expected device cpu .* got meta"),
     "indptr dtype": (edit(GOOD, kv_indptr=KVI.long()), TypeError, "kv_indptr: expected dtype torch.int32"),
-    "indptr size": (edit(GOOD, kv_indptr=KVI[:2]), ValueError, r"kv_indptr: expected 3 elements \(batch_size \+ 1\)"),
+    "indptr size": (edit(GOOD, kv_indptr=KVI[:2]), ValueError, r"kv_indptr: expected shape \(3,\) from config"),
     "indptr falls": (
         edit(GOOD, kv_indptr=torch.tensor([0, 140, 134], dtype=INT32), config={"kv_seq_len": 200}),
         ValueError,
-        "kv_indptr: expected a non-decreasing sequence, got 140, 134 at 1",
+        "kv_indptr: expected steps of 0 to 200, got -6 at 1",
     ),
     "indptr does not start at 0": (
         edit(GOOD, kv_indptr=torch.tensor([1, 70, 134], dtype=INT32)),
@@ -271,14 +294,15 @@ BAD_ARGUMENTS = {
     "sequence longer than kv_seq_len": (
         edit(GOOD, config={"kv_seq_len": 69}),
         ValueError,
-        "kv_indptr: expected steps of at most 69, got 70 at 0",
+        "kv_indptr: expected steps of 0 to 69, got 70 at 0",
     ),
     "kv_seq_len below the mean": (edit(GOOD, config={"kv_seq_len": 60}), ValueError, r"config\['kv_seq_len'\]: exp"),
     "queries not uniform": (
         edit(GOOD, qo_indptr=torch.tensor([0, 0, 2], dtype=INT32)),
         ValueError,
-        "qo_indptr: expected steps of 1, got 0 at 0",
+        "qo_indptr: expected steps of 1 to 1, got 0 at 0",
     ),
+    "config is a tensor": ((*GOOD[:4], torch.ones(3)), TypeError, "config: expected a dict, got Tensor"),
     "config lacks sm_scale": ((*GOOD[:4], without(CONFIG, "sm_scale")), KeyError, r"config\['sm_scale'\]"),
     "config batch_size": (edit(GOOD, config={"batch_size": 3}), ValueError, "q: expected shape"),
     "config batch_size 0": (edit(GOOD, config={"batch_size": 0}), ValueError, "expected an int >= 1, got 0"),
@@ -286,6 +310,10 @@ BAD_ARGUMENTS = {
     "config kv_seq_len is a float": (edit(GOOD, config={"kv_seq_len": 70.0}), ValueError, "an int >= 0, got 70.0"),
     "config batch_size is a list": (edit(GOOD, config={"batch_size": [2]}), ValueError, r"an int >= 1, got \[2\]"),
     "config num_heads": (edit(GOOD, config={"num_heads": 8}), ValueError, r"config\['num_heads'\]: expected 16, got 8"),
+    "config num_heads is a tensor": (edit(GOOD, config={"num_heads": torch.ones(2)}), ValueError, "16, got tensor"),
+    "config num_heads is an array": (edit(GOOD, config={"num_heads": np.ones(2)}), ValueError, "16, got array"),
+    "config num_heads is a float": (edit(GOOD, config={"num_heads": 16.0}), ValueError, "expected 16, got 16.0"),
+    "config num_kv_heads is a bool": (edit(GOOD, config={"num_kv_heads": True}), ValueError, "expected 1, got True"),
     "config v_head_dim": (edit(GOOD, config={"v_head_dim": 576}), ValueError, r"\['v_head_dim'\]: expected 512"),
     "config sm_scale": (edit(GOOD, config={"sm_scale": float("nan")}), ValueError, r"config\['sm_scale'\]: expected a"),
 }  # fmt: skip
@@ -472,22 +500,22 @@ def test_one_wrong_row_is_caught(plant):
 
 def test_within_the_margin_the_earlier_arm_stays(plant, monkeypatch):
     for times, winner in (([100.0, 98.5], "first"), ([100.0, 97.5], "second")):
-        monkeypatch.setattr(submission, "_CHOICES", {})
         monkeypatch.setattr(submission, "_PLANS", {})
         measured = iter(times)
-        monkeypatch.setattr(submission, "_try", lambda data, plan, expected, timer, it=measured: (0.0, next(it)))
+        monkeypatch.setattr(submission, "_prove", lambda *_, it=measured: (0.0, next(it)))
         plant(first=right, second=right)
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
         assert submission.last_run().arm == winner, times
 
 
-def test_the_median_of_the_runs_counts(plant):
+def test_the_median_of_the_runs_counts(plant, monkeypatch):
     plant(only=right)
     data = reference.generate_input(2, 1, 64, 3)
     plan = submission.bind(submission.problem_of(data), Config("only", splits=1))
     times = iter([1.0, 2.0, *[50.0] * (submission.TUNE_RUNS - 2)])
+    monkeypatch.setattr(submission, "_timed", lambda call, flush: (call(), next(times)))
     expected = submission._attend_float32(data, "bf16")
-    assert submission._try(data, plan, expected, lambda call: (call(), next(times)))[1] == 50.0
+    assert submission._prove(data, plan, expected, None, submission.TUNE_RUNS)[1] == 50.0
 
 
 def test_untuned_takes_the_first_right_arm(plant, monkeypatch, capsys):
@@ -579,7 +607,7 @@ def test_asked_for_mxfp4_is_read_on_a_cpu_too(monkeypatch, capsys):
 
 def test_unknown_cache_is_named(monkeypatch):
     monkeypatch.setenv("MLA_KV", "int4")
-    with pytest.raises(ValueError, match="MLA_KV: expected one of fp8, mxfp4, auto, got 'int4'"):
+    with pytest.raises(ValueError, match="MLA_KV: expected one of auto, fp8, mxfp4, got 'int4'"):
         submission.custom_kernel(GOOD)
 
 
@@ -623,8 +651,7 @@ def test_mxfp4_wins_unasked_only_within_tolerance(plant_mxfp4, monkeypatch, caps
     submission.custom_kernel(data)
     assert submission.last_run().arm == "slow"
     assert "dropped packed (splits=1): its cache keeps" in capsys.readouterr().err
-    for name in ("_PLANS", "_CHOICES"):
-        monkeypatch.setattr(submission, name, {})
+    monkeypatch.setattr(submission, "_PLANS", {})
     submission.custom_kernel(finer(data))
     assert submission.last_run().arm == "packed"
 

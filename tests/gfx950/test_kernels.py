@@ -148,7 +148,7 @@ def test_submission_proves_and_launches_it(config, monkeypatch):
     kernels = emulated_kernels(config)
     for name, kernel in kernels.items():
         monkeypatch.setattr(submission, name, kernel)
-    for name in ("_PLANS", "_CHOICES", "_SCRATCH"):
+    for name in ("_PLANS", "_SCRATCH"):
         monkeypatch.setattr(submission, name, {})
     monkeypatch.setattr(submission, "_target", lambda device: MI355X)
     monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, (config,)),))
