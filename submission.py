@@ -43,15 +43,23 @@ from typing import Any
 
 import torch
 
+
+def _uncalled(fn):
+    """Stands in for the decorators of a package that is not installed: kernels stay plain functions."""
+    return fn
+
+
 try:
     import triton
     import triton.language as tl
+
+    _jit = triton.jit
 except ImportError:
-    triton = None
+    triton, _jit = None, _uncalled
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language._core import builtin
+    from triton.experimental.gluon.language._core import builtin as _gluon_builtin
     from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna4
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -62,8 +70,10 @@ try:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    _gluon_jit, _gluon_constexpr = gluon.jit, gluon.constexpr_function
 except ImportError:
-    gluon = None
+    gluon, _gluon_jit, _gluon_constexpr, _gluon_builtin = None, _uncalled, _uncalled, _uncalled
 
 H_Q = 16  # query heads
 D_V = 512  # value dims: the latent part of a cache row
@@ -71,26 +81,6 @@ D_ROPE = 64
 D_QK = D_V + D_ROPE
 LOG2E = 1.4426950408889634
 CACHE_NAMES = ("bf16", "fp8", "mxfp4")
-
-
-def _jit(fn):
-    """`triton.jit` where Triton is installed; elsewhere the kernels stay plain, uncalled functions."""
-    return fn if triton is None else triton.jit(fn)
-
-
-def _gluon_jit(fn):
-    """`gluon.jit`, likewise."""
-    return fn if gluon is None else gluon.jit(fn)
-
-
-def _gluon_constexpr(fn):
-    """`gluon.constexpr_function`, likewise."""
-    return fn if gluon is None else gluon.constexpr_function(fn)
-
-
-def _gluon_builtin(fn):
-    """Gluon's `builtin`, likewise."""
-    return fn if gluon is None else builtin(fn)
 
 
 # ---- device helpers ----
@@ -1339,29 +1329,28 @@ def _scratch(key: tuple, make: Callable[[], Any]) -> Any:
     return _SCRATCH[key]
 
 
+def _buffer(
+    name: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, make: Callable = torch.empty
+) -> torch.Tensor:
+    return _scratch((name, shape, dtype, device), lambda: make(shape, dtype=dtype, device=device))
+
+
 def _output(problem: Problem) -> torch.Tensor:
     """bf16 (total_q, 16, 512), one for each shape and device, reused by every call."""
-    key = ("output", problem.device, problem.batch_size, problem.q_seq_len, problem.kv_seq_len)
-    shape = (problem.total_q, H_Q, D_V)
-    return _scratch(key, lambda: torch.empty(shape, dtype=torch.bfloat16, device=problem.device))
+    name = ("output", problem.batch_size, problem.q_seq_len, problem.kv_seq_len)
+    return _buffer(name, (problem.total_q, H_Q, D_V), torch.bfloat16, problem.device)
 
 
 def _partials(problem: Problem, splits: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
     shape = (problem.total_q, splits, H_Q)
-    return _scratch(
-        ("partials", problem.device, dtype, *shape),
-        lambda: (
-            torch.empty(*shape, D_V, dtype=dtype, device=problem.device),
-            torch.empty(shape, dtype=torch.float32, device=problem.device),
-        ),
-    )
+    part = _buffer("part", (*shape, D_V), dtype, problem.device)
+    return part, _buffer("lse", shape, torch.float32, problem.device)
 
 
 def _tickets(problem: Problem) -> torch.Tensor:
     """int32 [total_q] of zeros; every launch that uses it leaves it so."""
-    rows, device = problem.total_q, problem.device
-    return _scratch(("tickets", device, rows), lambda: torch.zeros(rows, dtype=torch.int32, device=device))
+    return _buffer("tickets", (problem.total_q,), torch.int32, problem.device, torch.zeros)
 
 
 def _split_k(
@@ -1395,7 +1384,7 @@ def _split_k(
 
 def _unit_scale(device: torch.device) -> torch.Tensor:
     """float32 [1], 1: the combine's cache scale where the values carry their own."""
-    return _scratch(("unit scale", device), lambda: torch.ones(1, dtype=torch.float32, device=device))
+    return _buffer("unit scale", (1,), torch.float32, device, torch.ones)
 
 
 def combine_shape(splits: int) -> tuple[int, int, int]:
@@ -1455,26 +1444,17 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
     Scores stay in float32: rounded to bf16 they would cost up to 0.9 % in a row.
     """
     q, kv_data, _, _, _ = data
-    problem = plan.problem
-    kv = kv_data["bf16"].view(problem.batch_size, problem.kv_seq_len, D_QK)
-    out = _output(problem)
-    shape = (problem.batch_size, H_Q, problem.kv_seq_len)
-    scores, probabilities, weights = _scratch(
-        ("bmm", problem.device, *shape),
-        lambda: (
-            torch.empty(shape, dtype=torch.float32, device=problem.device),
-            torch.empty(shape, dtype=torch.float32, device=problem.device),
-            torch.empty(shape, dtype=torch.bfloat16, device=problem.device),
-        ),
-    )
+    b, s_kv, scale, device = plan.problem.batch_size, plan.problem.kv_seq_len, plan.problem.sm_scale, q.device
+    kv = kv_data["bf16"].view(b, s_kv, D_QK)
     k = kv.transpose(1, 2)
-    if problem.device.type == "cpu":  # which has no product of bf16 with a float32 result
-        torch.baddbmm(scores, q.float(), k.float(), beta=0, alpha=problem.sm_scale, out=scores)
+    scores, p = (_buffer(name, (b, H_Q, s_kv), torch.float32, device) for name in ("scores", "p"))
+    if device.type == "cpu":  # which has no product of bf16 with a float32 result
+        torch.baddbmm(scores, q.float(), k.float(), beta=0, alpha=scale, out=scores)
     else:
-        torch.ops.aten.baddbmm.dtype_out(scores, q, k, torch.float32, beta=0, alpha=problem.sm_scale, out=scores)
-    torch.softmax(scores, -1, out=probabilities)
-    torch.bmm(weights.copy_(probabilities), kv[..., :D_V], out=out)
-    return out
+        torch.ops.aten.baddbmm.dtype_out(scores, q, k, torch.float32, beta=0, alpha=scale, out=scores)
+    torch.softmax(scores, -1, out=p)
+    rounded = _buffer("p", p.shape, torch.bfloat16, device).copy_(p)
+    return torch.bmm(rounded, kv[..., :D_V], out=_output(plan.problem))
 
 
 def _dequantize(kv_data: dict, kv: str, start: int, end: int) -> torch.Tensor:
@@ -1492,43 +1472,22 @@ def _dequantize(kv_data: dict, kv: str, start: int, end: int) -> torch.Tensor:
     return (torch.cat([magnitudes, -magnitudes])[codes] * powers[:, :, None]).view(-1, D_QK)
 
 
-CHUNK_BYTES = 64 << 20
-
-
 def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
-    """Float32 (total_q, 16, 512): attention over the cache named `kv`, one sequence after the other, in chunks.
+    """Float32 (total_q, 16, 512): attention over the cache named `kv`, one sequence after the other.
 
-    Right for any lengths on any device, but it reads kv_indptr on the host, so it synchronises on a GPU. A chunk's
-    float32 copy takes CHUNK_BYTES.
+    Right for any lengths on any device, but it reads kv_indptr on the host, so it synchronises on a GPU.
     """
     q, kv_data, _, kv_indptr, config = data
-    s_q, device = config["q_seq_len"], q.device
-    out = torch.empty(q.shape[0], H_Q, D_V, dtype=torch.float32, device=device)
-    chunk = CHUNK_BYTES // (4 * D_QK)
-    indptr = kv_indptr.tolist()
-    hidden = torch.arange(s_q - 1, -1, -1, device=device)  # tokens at the end that query i does not see
-    for b in range(config["batch_size"]):
+    s_q, indptr = config["q_seq_len"], kv_indptr.tolist()
+    out = torch.empty(q.shape[0], H_Q, D_V, dtype=torch.float32, device=q.device)
+    for b, (start, end) in enumerate(zip(indptr, indptr[1:], strict=False)):
         rows = slice(b * s_q, (b + 1) * s_q)
-        qb = q[rows].float().reshape(s_q * H_Q, D_QK) * config["sm_scale"]
-        m = torch.full((s_q * H_Q, 1), float("-inf"), dtype=torch.float32, device=device)
-        norm = torch.zeros_like(m)
-        acc = torch.zeros(s_q * H_Q, D_V, dtype=torch.float32, device=device)
-        for start in range(indptr[b], indptr[b + 1], chunk):
-            end = min(start + chunk, indptr[b + 1])
-            k = _dequantize(kv_data, kv, start, end)
-            x = qb @ k.T
-            if s_q > 1:
-                unseen = torch.arange(start, end, device=device) >= indptr[b + 1] - hidden[:, None]
-                x.view(s_q, H_Q, -1).masked_fill_(unseen[:, None, :], float("-inf"))
-            m_new = torch.maximum(m, x.amax(1, keepdim=True))
-            # A row that has seen no token yet keeps m = -inf; 0 stands in for it to avoid inf - inf.
-            base = m_new.masked_fill(m_new == float("-inf"), 0.0)
-            p = torch.exp(x - base)
-            rescale = torch.exp(m - base)
-            norm = norm * rescale + p.sum(1, keepdim=True)
-            acc = acc * rescale + p @ k[:, :D_V]
-            m = m_new
-        out[rows] = (acc / norm.masked_fill(norm == 0.0, 1.0)).view(s_q, H_Q, D_V)
+        k = _dequantize(kv_data, kv, start, end)  # [s_kv, 576]
+        x = q[rows].float() * config["sm_scale"] @ k.T  # [s_q, 16, s_kv]
+        # Query i sees all but the last s_q - 1 - i tokens. One that sees none would get NaN from the softmax.
+        unseen = torch.ones(s_q, end - start, dtype=torch.bool, device=q.device).triu(end - start - s_q + 1)[:, None]
+        p = x.masked_fill(unseen, float("-inf")).softmax(2).masked_fill(unseen, 0.0)
+        out[rows] = p @ k[:, :D_V]
     return out
 
 
