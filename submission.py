@@ -34,11 +34,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import accumulate, chain
-from types import ModuleType
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -1501,22 +1500,23 @@ def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AiterSchedule:
-    """Work lists of AITER's persistent MLA decode, as its kernels read them.
+    """Work lists of AITER's persistent MLA decode, as its kernels read them and by its names.
 
-    CU c runs `work_info[work_indptr[c] : work_indptr[c + 1]]`. An item is (sequence, partial row or -1 when it writes
-    the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0); KV positions count
-    over the whole batch, ends are exclusive. Sequence b's output is combined from the partial rows
+    CU c runs `work_info_set[work_indptr[c] : work_indptr[c + 1]]`. An item is (sequence, partial row or -1 when it
+    writes the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0); KV positions
+    count over the whole batch, ends are exclusive. Sequence b's output is combined from the partial rows
     `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when it is not split, into the rows
     `reduce_final_map[b]`. Source: the work-info union and the metadata and reduce kernels of AITER's MLA.
     """
 
     work_indptr: tuple[int, ...]  # [num_cu + 1]
-    work_info: tuple[tuple[int, ...], ...]  # [items, 8]
+    work_info_set: tuple[tuple[int, ...], ...]  # [items, 8]
     reduce_indptr: tuple[int, ...]  # [batch + 1]
     reduce_final_map: tuple[tuple[int, int], ...]  # [batch, 2]
     reduce_partial_map: tuple[int, ...]  # [partial rows]
 
 
+AiterItem = tuple[int, int, int]  # CU, first token, end
 A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; the a16w8 kernel takes 16
 NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return NaN on gfx950
 
@@ -1529,8 +1529,7 @@ def _item_fault(length: int, tile: int) -> str | None:
     """
     if length % 16 in (1, 2, 3):
         return f"an item has {length} tokens, a tail under 4"
-    whole_tiles = length // A8W8_TILE
-    if tile % A8W8_TILE == 0 and whole_tiles > 0 and whole_tiles % 2 == 0:
+    if tile % A8W8_TILE == 0 and length >= A8W8_TILE and length // A8W8_TILE % 2 == 0:
         return f"an item has {length} tokens, an even number of {A8W8_TILE}-token tiles"
     return None
 
@@ -1539,12 +1538,11 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
     """Deals `batch` sequences of `kv_len` tokens to `num_cu` CUs in cuts of `tile` tokens (a multiple of 16).
 
     Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
-    within its sequence. So every CU is within one tile of the mean and works through its items in order. When whole
-    sequences leave no CU more than one tile over the mean, they are not dealt to several CUs, though one may stay idle.
+    within its sequence. So every CU is within one tile of the mean, and works through its items in order.
 
-    On its CU an item with an `_item_fault` is cut in two without, and a sequence in exactly 16 items gets one more. The
-    reduce takes at most `num_cu` items a sequence: one that would pass this keeps its faults, which `schedule_fault`
-    finds. So do sequences of 1 to 3 tokens.
+    An item with an `_item_fault` is cut in two without, on its CU; a sequence in exactly 16 items gets one more. The
+    reduce takes at most `num_cu` items a sequence: one that would pass this keeps its faults, as do sequences of 1 to
+    3 tokens, and `schedule_fault` finds them.
 
     Worked example, 4 x 1024 on 256 CUs: tiles of 128 make 32 items of 128 tokens, so 32 busy CUs; tiles of 32 make
     128 items. 32 x 8192 with tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items a sequence,
@@ -1557,44 +1555,40 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
     _expect(num_cu > NAN_SPLITS, "num_cu", f"more than {NAN_SPLITS}", num_cu)
     _expect(tile >= 16 and tile % 16 == 0, "tile", "a positive multiple of 16", tile)
     total = batch * kv_len
-    whole = (-(-batch // num_cu) * kv_len - tile) * num_cu <= total
-    step = kv_len if whole else tile
     # Cuts 8 tokens early give the last item 9 to 11 tokens instead of a tail of 1 to 3.
-    early = 8 if kv_len % 16 in (1, 2, 3) and not whole else 0
+    early = 8 if kv_len % 16 in (1, 2, 3) else 0
 
     def boundary(cu: int) -> int:
         b, offset = divmod(cu * total // num_cu, kv_len)
-        return b * kv_len + max(0, (offset + early) // step * step - early)
+        return b * kv_len + max(0, (offset + early) // tile * tile - early)
 
-    items: list[list[AiterItem]] = [[] for _ in range(batch)]
+    sequences: list[list[AiterItem]] = [[] for _ in range(batch)]
     for cu in range(num_cu):
         start, end = boundary(cu), boundary(cu + 1)
         for b in range(start // kv_len, -(-end // kv_len)):
-            span = max(start, b * kv_len), min(end, (b + 1) * kv_len)
-            if span[0] < span[1]:
-                items[b].append((cu, *span))
+            item = (cu, max(start, b * kv_len), min(end, (b + 1) * kv_len))
+            if item[1] < item[2]:
+                sequences[b].append(item)
 
     by_cu: list[list[tuple[int, ...]]] = [[] for _ in range(num_cu)]
     reduce_indptr = [0]
-    for b, sequence in enumerate(_without_faults(x, num_cu, tile) for x in items):
-        split = len(sequence) > 1
-        for i, (cu, start, end) in enumerate(sequence):
-            row = reduce_indptr[-1] + i if split else -1
+    for b, items in enumerate(sequences):
+        items = _without_faults(items, num_cu, tile)
+        rows = len(items) if len(items) > 1 else 0
+        for i, (cu, start, end) in enumerate(items):
+            row = reduce_indptr[-1] + i if rows else -1
             by_cu[cu].append((b, row, b, b + 1, start, end, (b + 1) * kv_len - end, 0))
-        reduce_indptr.append(reduce_indptr[-1] + (len(sequence) if split else 0))
+        reduce_indptr.append(reduce_indptr[-1] + rows)
     return AiterSchedule(
         work_indptr=tuple(accumulate(map(len, by_cu), initial=0)),
-        work_info=tuple(chain.from_iterable(by_cu)),
+        work_info_set=tuple(chain.from_iterable(by_cu)),
         reduce_indptr=tuple(reduce_indptr),
         reduce_final_map=tuple((b, b + 1) for b in range(batch)),
         reduce_partial_map=tuple(range(reduce_indptr[-1])),
     )
 
 
-AiterItem = tuple[int, int, int]  # CU, first token, end
-
-
-def _without_faults(sequence: list[AiterItem], num_cu: int, tile: int) -> list[AiterItem]:
+def _without_faults(items: list[AiterItem], num_cu: int, tile: int) -> list[AiterItem]:
     """The items of one sequence with the further cuts that `build_schedule` describes."""
 
     def cut(item: AiterItem) -> list[AiterItem]:
@@ -1605,9 +1599,9 @@ def _without_faults(sequence: list[AiterItem], num_cu: int, tile: int) -> list[A
                     return [(cu, start, middle), (cu, middle, end)]
         return [item]
 
-    pieces = [x for item in sequence for x in (cut(item) if _item_fault(item[2] - item[1], tile) else [item])]
+    pieces = [x for item in items for x in (cut(item) if _item_fault(item[2] - item[1], tile) else [item])]
     if len(pieces) > num_cu:
-        pieces = sequence
+        pieces = items
     if len(pieces) == NAN_SPLITS:
         longest = max(pieces, key=lambda item: item[2] - item[1])
         pieces = [x for item in pieces for x in (cut(item) if item == longest else [item])]
@@ -1615,32 +1609,29 @@ def _without_faults(sequence: list[AiterItem], num_cu: int, tile: int) -> list[A
 
 
 def schedule_fault(
-    work_indptr: Sequence[int], work_info: Sequence[Sequence[int]], batch: int, kv_len: int, tile: int
+    work_indptr: Sequence[int], work_info_set: Sequence[Sequence[int]], batch: int, kv_len: int, tile: int
 ) -> str | None:
     """Why AITER's kernel of such a tile must not be given these work lists, of `batch` sequences of `kv_len` tokens.
 
     None: it may. An empty item ends its CU, so later items are skipped; for the rest see `_item_fault`.
     """
-    if work_indptr[0] != 0 or any(a > b for a, b in zip(work_indptr, work_indptr[1:], strict=False)):
+    if work_indptr[0] != 0 or any(a > b for a, b in pairwise(work_indptr)):
         return "work_indptr does not rise from 0"
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
-    rows: list[list[int]] = [[] for _ in range(batch)]
-    for b, row, q_start, q_end, start, end, rest, _ in work_info[: work_indptr[-1]]:
+    sequences: list[list[tuple[int, int, int]]] = [[] for _ in range(batch)]  # of each: (start, end, partial row)
+    for b, row, q_start, q_end, start, end, rest, _ in work_info_set[: work_indptr[-1]]:
         if not (0 <= b < batch and (q_start, q_end) == (b, b + 1) and start < end and rest == (b + 1) * kv_len - end):
             return f"an item of sequence {b} has queries {q_start} to {q_end}, tokens {start} to {end}, then {rest}"
-        fault = _item_fault(end - start, tile)
-        if fault:
+        if fault := _item_fault(end - start, tile):
             return fault
-        spans[b].append((start, end))
-        rows[b].append(row)
-    for b, span in enumerate(spans):
-        edges = [b * kv_len, *chain.from_iterable(sorted(span)), (b + 1) * kv_len]
-        if any(edges[i] != edges[i + 1] for i in range(0, len(edges), 2)):
+        sequences[b].append((start, end, row))
+    for b, items in enumerate(sequences):
+        starts, ends, rows = zip(*sorted(items), strict=True) if items else ((), (), ())
+        if (*starts, (b + 1) * kv_len) != (b * kv_len, *ends):
             return f"the items of sequence {b} do not cover each of its tokens once"
-        if len(span) == NAN_SPLITS:
+        if len(items) == NAN_SPLITS:
             return f"sequence {b} is split {NAN_SPLITS} times"
-        if min(rows[b]) >= 0 if len(span) == 1 else min(rows[b]) < 0:
-            return f"sequence {b} has {len(span)} items with the partial rows {rows[b]}"
+        if (min(rows) >= 0) != (len(items) > 1):
+            return f"sequence {b} has {len(items)} items with the partial rows {rows}"
     return None
 
 
@@ -1656,7 +1647,7 @@ def split_count(batch: int, kv_len: int, num_cu: int) -> int:
 
 
 class AiterUnfit(RuntimeError):
-    """The installed AITER, or the schedule it made, cannot be used; the message says why."""
+    """The installed AITER, or a schedule, cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -1670,227 +1661,130 @@ class AiterMode:
 
     entry: str
     q: str
-    kv: str
+    kv: str = "fp8"
+    step: int = A8W8_TILE  # tokens that one step of its kernel takes
 
 
-AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16")} | {
-    f"aiter_{entry}_{name}": AiterMode(entry, q, "fp8")
-    for entry in ("fwd", "direct", "own")
-    for name, q in (("a16w8", "bf16"), ("a8w8", "dynamic"), ("a8w8_cast", "cast"))
-}
+AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16", 16)}
+for _entry in ("fwd", "direct", "own"):
+    AITER_MODES[f"aiter_{_entry}_a16w8"] = AiterMode(_entry, "bf16", step=16)
+    AITER_MODES[f"aiter_{_entry}_a8w8"] = AiterMode(_entry, "dynamic")
+    AITER_MODES[f"aiter_{_entry}_a8w8_cast"] = AiterMode(_entry, "cast")
 POOL_BYTES = 1 << 32  # the kernels' KV offsets are 32 bits wide
 LIBRARY_MIN_TOKENS = 196  # below it AITER's own rule divides by zero
 LIBRARY_MAX_SPLITS = 32
 
 _WORK = ("work_meta_data", "work_indptr", "work_info_set")
 _REDUCE = ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
-_STAGE1_NEEDED = {
-    "Q", "KV", "qo_indptr", "kv_indptr", "kv_page_indices", "kv_last_page_lens", "num_kv_splits_indptr", *_WORK[1:],
-    "max_seqlen_q", "softmax_scale", "splitData", "splitLse", "output", "q_scale", "kv_scale",
+# What stage 1 calls the arguments of `mla_decode_fwd`.
+_ALIASES = {
+    "Q": "q", "KV": "kv_buffer", "kv_page_indices": "kv_indices", "softmax_scale": "sm_scale", "output": "o",
+    "work_metadata": "work_meta_data",
 }  # fmt: skip
-_DECODE_NEEDED = {
-    "q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q", "sm_scale",
-    "q_scale", "kv_scale",
-}  # fmt: skip
-# Layout -> what stands between the maps and the output: q_seq_len, then the number of splits (0: automatic).
-_REDUCE_LAYOUTS = {
-    ("partial_output", "partial_lse", *_REDUCE, *extra, "final_output", "final_lse"): tuple(extra.values())
-    for extra in ({}, {"max_seqlen_q": 1}, {"max_seqlen_q": 1, "num_kv_splits": 0})
-}
-_METADATA_HEADS = ("num_heads_per_head_k", "num_heads_k", "is_causal", "work_metadata_ptrs")
-# Both take the work items before work_indptr; the older one names the two the other way round.
-_METADATA_LAYOUTS = (
-    ("seqlens_qo_indptr", "seqlens_kv_indptr", *_METADATA_HEADS, "work_indptr", "work_info", *_REDUCE),
-    ("seqlens_qo_indptr", "seqlens_kv_indptr", "kv_last_page_lens", *_METADATA_HEADS, "work_info_set", "work_indptr",
-     *_REDUCE),
-)  # fmt: skip
 
 
 @cache
-def _load_aiter() -> ModuleType | AiterUnfit:
+def _aiter() -> Any:
+    """AITER with its MLA and quantisation modules, or a str: why it does not import. Asked once; it takes seconds."""
     try:
         import aiter
         import aiter.mla
         import aiter.ops.quant
     except ImportError as error:
-        return AiterUnfit(f"AITER is not installed ({error})")
+        return f"AITER is not installed ({error})"
     except Exception as error:
-        return AiterUnfit(f"AITER does not import: {type(error).__name__}: {error}")
+        return f"AITER does not import: {type(error).__name__}: {error}"
     return aiter
 
 
-def _aiter() -> ModuleType:
-    """AITER with its MLA and quantisation modules. Imported, or found not to import, once: either takes seconds."""
-    loaded = _load_aiter()
-    if isinstance(loaded, AiterUnfit):
-        raise loaded
-    return loaded
-
-
 def _parameters(name: str, function: Callable) -> dict[str, bool]:
-    """Parameter names of an AITER function in order, and whether each is required.
-
-    The compiled ops hide their Python signature; what torch registered for them is their schema.
-    """
+    """Whether each parameter of an AITER function is required, in order. Compiled ops show them in their schema."""
     overloads = getattr(torch.ops.aiter, name, None)
     if overloads is not None:
         return {x.name: not x.has_default_value() for x in overloads.default._schema.arguments}
-    parameters = inspect.signature(function).parameters.values()
-    if any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters):
-        raise AiterUnfit(f"{name}: expected a torch schema or a full signature, got {inspect.signature(function)}")
-    return {x.name: x.default is x.empty for x in parameters}
+    return {x.name: x.default is x.empty for x in inspect.signature(function).parameters.values()}
 
 
-def _bind(name: str, function: Callable, needed: set[str], optional: set[str]) -> Callable[[dict], Any]:
-    """`function` as a function of a dict of all these values, which drops the optional ones it does not take."""
-    accepted = _parameters(name, function)
-    missing = sorted(needed - accepted.keys())
-    unknown = [x for x, required in accepted.items() if required and x not in needed | optional]
+def _bind(name: str, function: Callable, given: Iterable[str], optional: set[str]) -> Callable[[dict], Any]:
+    """`function` as a function of a dict with the names `given`, of which it may lack the optional ones only."""
+    parameters = _parameters(name, function)
+    accepted = {x: _ALIASES.get(x, x) for x in parameters}
+    missing = sorted(set(given) - optional - set(accepted.values()))
+    unknown = [x for x, required in parameters.items() if required and accepted[x] not in given]
     if missing or unknown:
-        raise AiterUnfit(f"{name}: unknown layout {tuple(accepted)}: lacks {missing}, requires {unknown}")
-    names = [x for x in accepted if x in needed | optional]
-    return lambda values: function(**{x: values[x] for x in names})
+        raise AiterUnfit(f"{name}: unknown layout {tuple(parameters)}: lacks {missing}, requires {unknown}")
+    names = {x: value for x, value in accepted.items() if value in given}
+    return lambda values: function(**{x: values[value] for x, value in names.items()})
 
 
-def _bind_reduce() -> Callable[..., None]:
-    """The reduce as a function of (partial output, partial LSE, its three maps, output)."""
-    reduce = _aiter().mla_reduce_v1
-    layout = tuple(_parameters("mla_reduce_v1", reduce))
-    if layout not in _REDUCE_LAYOUTS:
-        raise AiterUnfit(f"mla_reduce_v1: expected one of {list(_REDUCE_LAYOUTS)}, got {layout}")
-    extra = _REDUCE_LAYOUTS[layout]
-    return lambda part, lse, maps, out: reduce(part, lse, *maps, *extra, out, None)
-
-
-def _bind_stage1() -> Callable[[dict], None]:
-    """Persistent stage 1; the addresses of the work lists have two names."""
-    stage1 = _aiter().mla_decode_stage1_asm_fwd
-    accepted = _parameters("mla_decode_stage1_asm_fwd", stage1)
-    addresses = "work_metadata" if "work_metadata" in accepted else "work_meta_data"
-    return _bind("mla_decode_stage1_asm_fwd", stage1, _STAGE1_NEEDED | {addresses}, {"page_size", "nhead_kv"})
-
-
-def _bind_decode_fwd(entry: str) -> Callable[[dict], Any]:
-    needed = _DECODE_NEEDED | ({*_WORK, *_REDUCE} if entry == "fwd" else {"num_kv_splits", "num_kv_splits_indptr"})
-    return _bind("mla_decode_fwd", _aiter().mla.mla_decode_fwd, needed, {"page_size", "nhead_kv"})
-
-
-@dataclass(frozen=True)
-class AiterIndices:
+def _aiter_indices(problem: Problem) -> dict[str, torch.Tensor]:
     """Index tensors of equal sequences in consecutive pages of one token, int32."""
-
-    qo_indptr: torch.Tensor  # [b + 1]
-    kv_indptr: torch.Tensor  # [b + 1]
-    kv_indices: torch.Tensor  # [total_kv]
-    kv_last_page_lens: torch.Tensor  # [b]
-
-
-@dataclass(frozen=True)
-class AiterMetadata:
-    """Work lists on the device. `work` is (addresses of the other two, uint64 [2]; work_indptr; work_info_set)."""
-
-    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    reduce: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    split: bool
-
-
-def _aiter_indices(problem: Problem) -> AiterIndices:
     b, s_kv = problem.batch_size, problem.kv_seq_len
     arange = partial(torch.arange, dtype=torch.int32, device=problem.device)
-    return _scratch(
-        ("aiter indices", problem.device, b, s_kv),
-        lambda: AiterIndices(arange(b + 1), arange(0, b * s_kv + 1, s_kv), arange(b * s_kv), arange(1, 2).repeat(b)),
-    )
+    return _scratch(("aiter indices", problem.device, b, s_kv), lambda: {
+        "qo_indptr": arange(b + 1), "kv_indptr": arange(0, b * s_kv + 1, s_kv), "kv_indices": arange(b * s_kv),
+        "kv_last_page_lens": arange(1, 2).repeat(b),
+    })  # fmt: skip
 
 
-def _aiter_metadata(problem: Problem, mode: AiterMode, tile: int) -> AiterMetadata:
-    """Built, uploaded and read back once per shape. Raises AiterUnfit when the schedule is not safe."""
+def _aiter_work(problem: Problem, mode: AiterMode, tile: int) -> dict[str, torch.Tensor]:
+    """Work lists and reduce maps, made on the device and read back once per shape. Raises AiterUnfit if not safe."""
+    b, s_kv = problem.batch_size, problem.kv_seq_len
 
-    def make() -> AiterMetadata:
-        metadata = _own_metadata(problem, tile) if mode.entry == "own" else _library_metadata(problem, mode)
-        _, work_indptr, work_info = metadata.work
-        b, s_kv = problem.batch_size, problem.kv_seq_len
-        fault = schedule_fault(work_indptr.tolist(), work_info.tolist(), b, s_kv, _step(mode))
-        if fault:
-            raise AiterUnfit(f"schedule '{mode.entry}' is not safe: {fault}")
-        return metadata
+    def make() -> dict[str, torch.Tensor]:
+        work = _own_work(problem, tile) if mode.entry == "own" else _library_work(problem, mode)
+        lists = work["work_indptr"].tolist(), work["work_info_set"].tolist()
+        if fault := schedule_fault(*lists, b, s_kv, mode.step):
+            raise AiterUnfit(f"{'our' if mode.entry == 'own' else 'its own'} schedule is not safe: {fault}")
+        return work
 
-    shape = (problem.device, problem.batch_size, problem.kv_seq_len)
-    return _scratch(("aiter metadata", *shape, _step(mode), tile if mode.entry == "own" else 0), make)
+    return _scratch(("aiter work", problem.device, b, s_kv, mode.step, mode.entry == "own" and tile), make)
 
 
-def _step(mode: AiterMode) -> int:
-    """Tokens that one step of its kernel takes."""
-    return 16 if mode.q == "bf16" else A8W8_TILE
-
-
-def _own_tile(config: Config) -> int:
-    """What an arm's schedule is cut in: `block_n`, rounded up to whole steps of its kernel."""
-    step = _step(AITER_MODES[config.arm])
-    return -(-config.block_n // step) * step
-
-
-def _own_metadata(problem: Problem, tile: int) -> AiterMetadata:
+def _own_work(problem: Problem, tile: int) -> dict[str, torch.Tensor]:
     schedule = build_schedule(problem.batch_size, problem.kv_seq_len, _target(problem.device).num_cu, tile)
-    upload = partial(torch.tensor, dtype=torch.int32, device=problem.device)
-    work_indptr, work_info = upload(schedule.work_indptr), upload(schedule.work_info)
-    addresses = torch.tensor([work_indptr.data_ptr(), work_info.data_ptr()], dtype=torch.int64, device=problem.device)
-    maps = (schedule.reduce_indptr, schedule.reduce_final_map, schedule.reduce_partial_map)
-    return AiterMetadata(
-        (addresses.view(torch.uint64), work_indptr, work_info),
-        tuple(upload(x) for x in maps),
-        bool(schedule.reduce_partial_map),
-    )
+    upload = partial(torch.tensor, device=problem.device)
+    work = {name: upload(values, dtype=torch.int32) for name, values in vars(schedule).items()}
+    addresses = [work[name].data_ptr() for name in _WORK[1:]]
+    return work | {"work_meta_data": upload(addresses, dtype=torch.int64).view(torch.uint64)}
 
 
-def _library_metadata(problem: Problem, mode: AiterMode) -> AiterMetadata:
+def _library_work(problem: Problem, mode: AiterMode) -> dict[str, torch.Tensor]:
     """AITER's schedule: the one per sequence where it has it, else its fast one."""
     aiter = _aiter()
     make = aiter.get_mla_metadata_v1
-    accepted = _parameters("get_mla_metadata_v1", make)
-    layout = next((x for x in _METADATA_LAYOUTS if tuple(accepted)[: len(x)] == x), None)
-    if layout is None:
-        raise AiterUnfit(f"get_mla_metadata_v1: expected one of {list(_METADATA_LAYOUTS)}, got {tuple(accepted)}")
+    accepted = tuple(_parameters("get_mla_metadata_v1", make))
     per_sequence = "intra_batch_mode" in accepted
     if per_sequence and problem.kv_seq_len < LIBRARY_MIN_TOKENS:
         raise AiterUnfit(f"AITER's schedule divides by zero under {LIBRARY_MIN_TOKENS} tokens a sequence")
     q_dtype = torch.bfloat16 if mode.q == "bf16" else torch.float8_e4m3fn
-    info = _bind(
-        "get_mla_metadata_info_v1",
-        aiter.get_mla_metadata_info_v1,
-        {"batch_size", "max_seqlen_qo", "num_head_qo", "q_dtype", "kv_dtype", "is_sparse", "fast_mode"},
-        {"num_kv_splits", "intra_batch_mode"},
-    )
-    buffers = info({
+    rule = {"fast_mode": not per_sequence, "intra_batch_mode": per_sequence}
+    sizes = rule | {
         "batch_size": problem.batch_size, "max_seqlen_qo": 1, "num_head_qo": H_Q, "q_dtype": q_dtype,
-        "kv_dtype": torch.float8_e4m3fn, "is_sparse": False, "fast_mode": not per_sequence,
-        "num_kv_splits": LIBRARY_MAX_SPLITS, "intra_batch_mode": per_sequence,
-    })  # fmt: skip
-    pointers, work_indptr, work_info, *maps = (
-        torch.empty(shape, dtype=dtype, device=problem.device) for shape, dtype in buffers
-    )
+        "kv_dtype": torch.float8_e4m3fn, "is_sparse": False, "num_kv_splits": LIBRARY_MAX_SPLITS,
+    }  # fmt: skip
+    newer = {"num_kv_splits", "kv_last_page_lens", "page_size", "intra_batch_mode", "dtype_q", "dtype_kv"}
+    info = _bind("get_mla_metadata_info_v1", aiter.get_mla_metadata_info_v1, sizes, newer)
+    work = {
+        name: torch.empty(shape, dtype=dtype, device=problem.device)
+        for name, (shape, dtype) in zip(_WORK + _REDUCE, info(sizes), strict=True)
+    }
     indices = _aiter_indices(problem)
-    lengths = (indices.kv_last_page_lens,) if "kv_last_page_lens" in layout else ()
-    options = {
-        "page_size": 1, "kv_granularity": 16, "max_seqlen_qo": 1, "uni_seqlen_qo": 1, "fast_mode": not per_sequence,
-        "max_split_per_batch": LIBRARY_MAX_SPLITS if per_sequence else -1, "intra_batch_mode": per_sequence,
+    values = rule | {x: work[x] for x in _REDUCE} | {
+        "seqlens_qo_indptr": indices["qo_indptr"], "seqlens_kv_indptr": indices["kv_indptr"],
+        "kv_last_page_lens": indices["kv_last_page_lens"], "num_heads_per_head_k": H_Q, "num_heads_k": 1,
+        "is_causal": False, "work_metadata_ptrs": work["work_meta_data"], "page_size": 1, "kv_granularity": 16,
+        "max_seqlen_qo": 1, "uni_seqlen_qo": 1, "max_split_per_batch": LIBRARY_MAX_SPLITS if per_sequence else -1,
         "dtype_q": q_dtype, "dtype_kv": torch.float8_e4m3fn,
     }  # fmt: skip
-    make(indices.qo_indptr, indices.kv_indptr, *lengths, H_Q, 1, False, pointers, work_info, work_indptr, *maps,
-         **{name: value for name, value in options.items() if name in accepted})  # fmt: skip
-    return AiterMetadata((pointers, work_indptr, work_info), tuple(maps), _any_split(maps[0].tolist()))
-
-
-def _any_split(reduce_indptr: list[int]) -> bool:
-    """Whether a sequence has two partial rows or more; the library counts one for each that is not split."""
-    return any(b - a > 1 for a, b in zip(reduce_indptr, reduce_indptr[1:], strict=False))
-
-
-def _aiter_partials(problem: Problem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 partial outputs [rows, 1, 16, 512] and natural-log sum-exps [rows, 1, 16, 1]."""
-    empty = partial(torch.empty, dtype=torch.float32, device=problem.device)
-    key = ("aiter partials", problem.device, rows)
-    return _scratch(key, lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
+    # Every version takes the items before work_indptr; an older one names the two the other way round.
+    pair = ("work_indptr", "work_info") if "work_info" in accepted else ("work_info_set", "work_indptr")
+    values |= zip(pair, (work["work_info_set"], work["work_indptr"]), strict=True)
+    call = _bind("get_mla_metadata_v1", make, values, newer)
+    if accepted.index(pair[0]) > accepted.index(pair[1]):
+        raise AiterUnfit(f"get_mla_metadata_v1: unknown layout {accepted}")
+    call(values)
+    return work
 
 
 @cache
@@ -1900,74 +1794,94 @@ def _cast_keeps_overflow(device: torch.device) -> bool:
     return bool(torch.empty_like(large, dtype=torch.float8_e4m3fn).copy_(large).float().isnan().all())
 
 
-def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
+def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
     """Q [total_q, 16, 576] in the form that the arm takes, and its scale, float32 [1] or None."""
     if mode.q == "bf16":
         return lambda q: (q, None)
-    device = problem.device
-    q8 = torch.empty(problem.total_q, H_Q, D_QK, dtype=torch.float8_e4m3fn, device=device)
-    scale = torch.ones(1, dtype=torch.float32, device=device)
+    q8 = torch.empty(problem.total_q, H_Q, D_QK, dtype=torch.float8_e4m3fn, device=problem.device)
+    scale = torch.ones(1, dtype=torch.float32, device=problem.device)
     if mode.q == "cast":
         return lambda q: (q8.copy_(q), scale)
-    quantize = getattr(_aiter().ops.quant, "dynamic_per_tensor_quant", None)
-    if quantize is not None:
+    aiter = _aiter()
+    quantize = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
+    if quantize is None:
+        wrapper = getattr(aiter, "per_tensor_quant_hip", None)
+        stand_in = "torch" if wrapper is None else "per_tensor_quant_hip"
+        _say_once(f"AITER has no dynamic_per_tensor_quant; {stand_in} quantises Q")
+        if wrapper is not None:
+            return lambda q: wrapper(q, quant_dtype=torch.float8_e4m3fn)
+        quantize = partial(_quantize_by_torch, torch.empty_like(q8, dtype=torch.float32))
 
-        def by_op(q):
-            quantize(q8, q, scale)
-            return q8, scale
+    def run(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantize(q8, q, scale)
+        return q8, scale
 
-        return by_op
-    by_wrapper = getattr(_aiter(), "per_tensor_quant_hip", None)
-    fallback = "torch" if by_wrapper is None else "per_tensor_quant_hip"
-    _say_once(f"AITER has no dynamic_per_tensor_quant; {fallback} quantises Q")
-    if by_wrapper is not None:
-        return lambda q: by_wrapper(q, quant_dtype=torch.float8_e4m3fn)
-    wide = torch.empty_like(q8, dtype=torch.float32)
-
-    def by_torch(q):
-        torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
-        # All zeros would divide 0 by 0.
-        scale.div_(torch.finfo(torch.float8_e4m3fn).max).clamp_(min=torch.finfo(torch.float32).tiny)
-        return q8.copy_(torch.div(q, scale, out=wide)), scale
-
-    return by_torch
+    return run
 
 
-def _prepare_aiter(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
-    """The call of one arm for one shape, with everything it needs but its inputs bound and allocated."""
-    mode = AITER_MODES[config.arm]
-    indices = _aiter_indices(problem)
-    out = _output(problem)
-    # Every name that a version of the two entries has for these; `_bind` drops the others.
-    values = vars(indices) | {
-        "kv_page_indices": indices.kv_indices, "max_seqlen_q": 1, "page_size": 1, "nhead_kv": 1, "o": out,
-        "output": out, "sm_scale": problem.sm_scale, "softmax_scale": problem.sm_scale, "num_kv_splits_indptr": None,
+def _quantize_by_torch(wide: torch.Tensor, out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
+    """AITER's `dynamic_per_tensor_quant` by torch: the largest magnitude becomes 448. `wide` is float32 scratch."""
+    torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32, out=scale.view(()))
+    # All zeros would divide 0 by 0.
+    scale.div_(torch.finfo(out.dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    out.copy_(torch.div(x, scale, out=wide))
+
+
+def _own_tile(config: Config) -> int:
+    """What an arm's schedule is cut in: `block_n`, rounded up to whole steps of its kernel."""
+    step = AITER_MODES[config.arm].step
+    return -(-config.block_n // step) * step
+
+
+def _aiter_call(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
+    """The call of one arm for one shape, with all but its inputs bound and allocated. Raises AiterUnfit."""
+    tile = _own_tile(config)
+    key = ("aiter call", problem, config.arm, tile)
+    return _scratch(key, lambda: _prepare_aiter(problem, AITER_MODES[config.arm], tile))
+
+
+def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tuple], torch.Tensor]:
+    aiter = _aiter()
+    if aiter.dtypes.fp8 is not torch.float8_e4m3fn:
+        raise AiterUnfit(f"its fp8 is {aiter.dtypes.fp8}, not torch.float8_e4m3fn")
+    if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
+        raise AiterUnfit("a cast to fp8 clips here, so a query above 448 would be wrong without a sign")
+    out, indices, device = _output(problem), _aiter_indices(problem), problem.device
+    values: dict[str, Any] = indices | {
+        "o": out, "max_seqlen_q": 1, "page_size": 1, "nhead_kv": 1, "sm_scale": problem.sm_scale,
+        "num_kv_splits_indptr": None, "q": None, "kv_buffer": None, "q_scale": None, "kv_scale": None,
     }  # fmt: skip
+    name, function = "mla_decode_fwd", aiter.mla.mla_decode_fwd
     reduce = None
     if mode.entry == "split_kv":
-        call = _bind_decode_fwd(mode.entry)
-        splits = split_count(problem.batch_size, problem.kv_seq_len, _target(problem.device).num_cu)
-        values |= {"num_kv_splits": splits, "num_kv_splits_indptr": splits * indices.qo_indptr}
+        splits = split_count(problem.batch_size, problem.kv_seq_len, _target(device).num_cu)
+        values |= {"num_kv_splits": splits, "num_kv_splits_indptr": splits * indices["qo_indptr"]}
     else:
-        metadata = _aiter_metadata(problem, mode, _own_tile(config))
-        values |= dict(zip(_WORK + _REDUCE, metadata.work + metadata.reduce, strict=True))
-        values["work_metadata"] = values["work_meta_data"]
-        if mode.entry == "fwd":
-            call = _bind_decode_fwd(mode.entry)
-        else:
-            call = _bind_stage1()
-            part, lse = _aiter_partials(problem, max(1, metadata.reduce[2].numel()))
-            values |= {"splitData": part, "splitLse": lse}
-            if metadata.split:
-                reduce = partial(_bind_reduce(), part, lse, metadata.reduce, out)
+        values |= _aiter_work(problem, mode, tile)
+    if mode.entry in ("direct", "own"):
+        name, function = "mla_decode_stage1_asm_fwd", aiter.mla_decode_stage1_asm_fwd
+        maps = {x: values.pop(x) for x in _REDUCE}
+        rows = max(1, len(maps["reduce_partial_map"]))
+        empty = partial(torch.empty, dtype=torch.float32, device=device)
+        key = ("aiter partials", device, rows)
+        part, lse = _scratch(key, lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
+        values |= {"splitData": part, "splitLse": lse}
+        # The library counts one row for a sequence that is not split.
+        if any(b - a > 1 for a, b in pairwise(maps["reduce_indptr"].tolist())):
+            sums = maps | {
+                "partial_output": part, "partial_lse": lse, "max_seqlen_q": 1, "num_kv_splits": 0,  # 0: automatic
+                "final_output": out, "final_lse": None,
+            }  # fmt: skip
+            newer = {"max_seqlen_q", "num_kv_splits"}
+            reduce = partial(_bind("mla_reduce_v1", aiter.mla_reduce_v1, sums, newer), sums)
+    call = _bind(name, function, values, {"page_size", "nhead_kv"})
     quantize = _quantizer(problem, mode)
 
     def run(data: tuple) -> torch.Tensor:
         q, kv_data, *_ = data
         kv, kv_scale = kv_data["fp8"] if mode.kv == "fp8" else (kv_data["bf16"], None)
         q, q_scale = quantize(q)
-        kv = kv.view(-1, 1, 1, D_QK)
-        call(values | {"q": q, "Q": q, "kv_buffer": kv, "KV": kv, "q_scale": q_scale, "kv_scale": kv_scale})
+        call(values | {"q": q, "kv_buffer": kv.view(-1, 1, 1, D_QK), "q_scale": q_scale, "kv_scale": kv_scale})
         if reduce is not None:
             reduce()
         return out
@@ -1976,18 +1890,12 @@ def _prepare_aiter(problem: Problem, config: Config) -> Callable[[tuple], torch.
 
 
 def _run_aiter(data: tuple, plan: Plan) -> torch.Tensor:
-    """Stage 1 and, where something is split, a reduce; before them one quantisation of Q where the arm takes fp8.
-
-    The library's `mla_decode_fwd` always reduces and allocates its own partial buffers; the other entries allocate
-    nothing after the first call of a shape.
-    """
-    problem, config = plan.problem, plan.config
-    call = _scratch(("aiter call", problem, config), lambda: _prepare_aiter(problem, config))
-    return call(data)
+    """Stage 1 and, where something is split or the library sees to it, a reduce; before them fp8 arms quantise Q."""
+    return _aiter_call(plan.problem, plan.config)(data)
 
 
 def _no_aiter(problem: Problem, name: str) -> str | None:
-    """Why an AITER arm cannot serve a problem.
+    """Why an AITER arm cannot serve a problem; found out, in the end, by preparing its call.
 
     Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
     without reading the device: no sequence is longer than kv_seq_len, so total_kv == batch_size * kv_seq_len exactly
@@ -1999,10 +1907,8 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
     mode = AITER_MODES[name]
     if _target(problem.device).name != "gfx950":
         return f"its kernels are for gfx950, not for {_target(problem.device).name}"
-    if problem.q_seq_len != 1:
-        return f"it takes one query a sequence, not {problem.q_seq_len}"
-    if not problem.uniform:
-        return "its schedule holds for sequences of one length, not for a ragged batch"
+    if reason := _no_equal_sequences(problem):
+        return reason
     if not (problem.contiguous and problem.aligned):
         return "it takes a contiguous Q and cache at multiples of 16 bytes"
     if problem.kv_seq_len < 4:
@@ -2010,21 +1916,12 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
     pool_bytes = problem.batch_size * problem.kv_seq_len * D_QK * (1 if mode.kv == "fp8" else 2)
     if pool_bytes >= POOL_BYTES:
         return f"its KV offsets end at {POOL_BYTES} bytes, and the cache has {pool_bytes}"
+    if isinstance(_aiter(), str):
+        return _aiter()
     try:
-        fp8 = _aiter().dtypes.fp8
-        if fp8 is not torch.float8_e4m3fn:
-            return f"its fp8 is {fp8}, not torch.float8_e4m3fn"
-        if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
-            return "a cast to fp8 clips here, so a query above 448 would be wrong without a sign"
-        if mode.entry != "split_kv":
-            _aiter_metadata(problem, mode, _own_tile(Config(name)))
-        if mode.entry in ("fwd", "split_kv"):
-            _bind_decode_fwd(mode.entry)
-        else:
-            _bind_stage1()
-            _bind_reduce()
-    except AiterUnfit as reason:
-        return str(reason)
+        _aiter_call(problem, Config(name))
+    except AiterUnfit as unfit:
+        return str(unfit)
     except Exception as error:  # an op that is missing, or fails to build, must not keep other arms from serving
         return f"AITER fails: {type(error).__name__}: {error}"
     return None
@@ -2051,7 +1948,7 @@ def _no_gluon(problem: Problem, target: str) -> str | None:
     return None
 
 
-def _no_bmm(problem: Problem) -> str | None:
+def _no_equal_sequences(problem: Problem) -> str | None:
     if problem.q_seq_len != 1:
         return f"it takes one query a sequence, not {problem.q_seq_len}"
     if not problem.uniform or problem.empty:
@@ -2066,7 +1963,7 @@ ARMS: dict[str, Arm] = {
     "gfx950_fp8": Arm("fp8", partial(_no_gluon, target="gfx950"), _run_gfx950_fp8),
     "triton_fp8": Arm("fp8", _no_triton, _run_triton_fp8),
     "triton_mxfp4": Arm("mxfp4", _no_triton, _run_triton_mxfp4),
-    "torch_bmm": Arm("bf16", _no_bmm, _run_torch_bmm),
+    "torch_bmm": Arm("bf16", _no_equal_sequences, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
     "torch_chunked_mxfp4": Arm("mxfp4", lambda problem: None, _run_torch_chunked, last_resort=True),
     **{

@@ -40,7 +40,7 @@ def intra_batch_schedule(
     per_cu = -(-len(items) // num_cu)
     return AiterSchedule(
         work_indptr=tuple(min(cu * per_cu, len(items)) for cu in range(num_cu + 1)),
-        work_info=tuple(items),
+        work_info_set=tuple(items),
         # It advances even for a sequence that is not split.
         reduce_indptr=tuple(b * slices for b in range(batch + 1)),
         reduce_final_map=tuple((b, b + 1) for b in range(batch)),
@@ -79,7 +79,7 @@ def fast_schedule(batch: int, kv_len: int, num_cu: int = NUM_CU, granularity: in
         work_indptr.append(len(items))
     return AiterSchedule(
         work_indptr=tuple(work_indptr),
-        work_info=tuple(items),
+        work_info_set=tuple(items),
         reduce_indptr=tuple(reduce_indptr),
         reduce_final_map=tuple((b, b + 1) for b in range(batch)),
         reduce_partial_map=tuple(range(row)),
@@ -89,13 +89,13 @@ def fast_schedule(batch: int, kv_len: int, num_cu: int = NUM_CU, granularity: in
 def tokens_per_cu(schedule: AiterSchedule) -> list[int]:
     """Tokens that each CU reads, [num_cu]."""
     bounds = zip(schedule.work_indptr, schedule.work_indptr[1:], strict=False)
-    return [sum(item[5] - item[4] for item in schedule.work_info[a:b]) for a, b in bounds]
+    return [sum(item[5] - item[4] for item in schedule.work_info_set[a:b]) for a, b in bounds]
 
 
 def summary(schedule: AiterSchedule) -> tuple[int, int, int]:
     """Busy CUs, most tokens on one CU, most items of one sequence."""
     tokens = tokens_per_cu(schedule)
-    return sum(x > 0 for x in tokens), max(tokens), max(Counter(item[0] for item in schedule.work_info).values())
+    return sum(x > 0 for x in tokens), max(tokens), max(Counter(item[0] for item in schedule.work_info_set).values())
 
 
 SCHEDULES = {

@@ -269,7 +269,7 @@ class AiterModel:
             need(v["fast_mode"], "the rule that is neither fast nor intra-batch is not modelled")
             need(v["max_split_per_batch"] < 0, "the fast rule is modelled without a limit")
             schedule = fast_schedule(batch, lengths[0], self.num_cu)
-        sources = (schedule.work_info, schedule.work_indptr, schedule.reduce_indptr, schedule.reduce_final_map,
+        sources = (schedule.work_info_set, schedule.work_indptr, schedule.reduce_indptr, schedule.reduce_final_map,
                    schedule.reduce_partial_map)  # fmt: skip
         for buffer, source in zip((work_info, work_indptr, *maps), sources, strict=True):
             need(len(source) <= buffer.shape[0], f"a buffer of {buffer.shape[0]} rows for {len(source)}")
@@ -529,13 +529,13 @@ def standing_in(model: AiterModel) -> Iterator[AiterModel]:
             patch.setattr(submission, name, {})
         patch.setattr(submission, "_said", set())
         patch.setattr(submission, "_target", lambda device: submission.Target("gfx950", model.num_cu))
-        submission._load_aiter.cache_clear()
+        submission._aiter.cache_clear()
         model.install()
         try:
             yield model
         finally:
             model.remove()
-            submission._load_aiter.cache_clear()
+            submission._aiter.cache_clear()
 
 
 def plan_for(data: tuple, arm: str, tile: int | None = None) -> submission.Plan:

@@ -347,6 +347,13 @@ def test_layout_without_an_argument_we_need_is_refused(aiter, op, dropped):
     assert ARMS["aiter_direct_a16w8"].why_not(problem()).startswith(f"{op}: ")
 
 
+def test_metadata_with_its_buffers_the_other_way_round_is_refused(aiter):
+    schema, pair = SCHEMAS["pin"]["get_mla_metadata_v1"], "Tensor work_info_set, Tensor work_indptr"
+    assert pair in schema
+    aiter(schemas={"get_mla_metadata_v1": schema.replace(pair, "Tensor work_indptr, Tensor work_info_set")})
+    assert ARMS["aiter_direct_a16w8"].why_not(problem()).startswith("get_mla_metadata_v1: unknown layout")
+
+
 @pytest.mark.parametrize("name", [STAGE1, REDUCE, "get_mla_metadata_v1", "get_mla_metadata_info_v1", "dtypes"])
 def test_missing_op_leaves_the_call_to_other_arms(aiter, monkeypatch, small, name):
     model = aiter()
@@ -399,7 +406,7 @@ def test_decode_fwd_without_a_keyword_is_refused(aiter):
 def test_op_without_schema_and_signature_is_refused(aiter):
     model = aiter(schemas={REDUCE: None})
     model.module.mla_reduce_v1 = lambda *args, **kwargs: None
-    assert "mla_reduce_v1: expected a torch schema" in ARMS["aiter_own_a16w8"].why_not(problem())
+    assert "mla_reduce_v1: unknown layout ('args', 'kwargs')" in ARMS["aiter_own_a16w8"].why_not(problem())
 
 
 @pytest.mark.parametrize("wrapper", [True, False])
@@ -439,10 +446,10 @@ def test_without_a_working_aiter(monkeypatch, tmp_path, source, reason):
         (tmp_path / "aiter.py").write_text(source)
         monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(submission, "_target", lambda device: Target("gfx950", 256))
-    submission._load_aiter.cache_clear()
+    submission._aiter.cache_clear()
     for _ in range(2):
         assert re.search(reason, ARMS["aiter_own_a16w8"].why_not(problem()))
-    submission._load_aiter.cache_clear()
+    submission._aiter.cache_clear()
 
 
 def test_other_fp8_is_refused(aiter):
@@ -456,7 +463,7 @@ UNFIT = {
     "ragged": ({"uniform": False}, "ragged"),
     "two queries": ({"q_seq_len": 2}, "one query a sequence"),
     "three tokens": ({"kv_seq_len": 3}, "under 4 tokens"),
-    "no tokens": ({"kv_seq_len": 0, "empty": True}, "under 4 tokens"),
+    "no tokens": ({"kv_seq_len": 0, "empty": True}, "empty or ragged"),
     "strided": ({"contiguous": False}, "contiguous"),
     "misaligned": ({"aligned": False}, "multiples of 16 bytes"),
     "4 GiB": ({"batch_size": 911, "kv_seq_len": 8192}, "4294967296 bytes"),
