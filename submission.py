@@ -13,14 +13,13 @@ accumulator, and leaves a normalised partial output with its log2-sum-exp. The c
 
 Launches per call: one when a sequence is not split (or when the last program to arrive combines), two otherwise.
 
-Dispatch: `custom_kernel` looks its arguments' shapes up in `_PLANS`. The first call of a shape checks the arguments,
-runs the candidates of `select_config` on them, drops each that is not right there and then, and keeps the fastest.
-Scratch and output are allocated once per shape; the returned tensor is valid until the next call of that shape.
+Dispatch: `custom_kernel` looks its arguments' shapes and layout up in `_PLANS`. A first call runs the candidates of
+`select_config` on its own input, drops each that is not right there and then, and keeps the fastest. Scratch and output
+are allocated once per shape; the returned tensor is valid until the next call of that shape.
 
-Caches: fp8 unless MLA_KV says otherwise. The mxfp4 cache holds half the bytes and rounds four times as coarsely, so by
-default (auto) an arm over it may only win where attention over it stays within the problem's written tolerance of
-attention over the bf16 cache (rtol 2e-2, atol 8e-3) on 99.5 % of the elements: MXFP4_MIN_KV_LEN and MXFP4_MIN_BATCH say
-where, and the first call of a shape checks it on its data.
+Caches: fp8 or bf16. The mxfp4 cache holds half the bytes and rounds four times as coarsely: unless it is asked for, an
+arm over it may only win where attention over it keeps the problem's written tolerance of attention over the bf16 cache
+on 99.5 % of the elements, as MXFP4_MIN_KV_LEN and MXFP4_MIN_BATCH predict and a first call checks on its input.
 
 Environment: MLA_BACKEND=<arm> forces an arm; MLA_KV=fp8 never reads the mxfp4 cache, MLA_KV=mxfp4 always does, auto is
 the default; MLA_TUNE=0 takes the first arm that proves right, untimed; MLA_VERBOSE=1 prints each arm's error and time;
@@ -1139,18 +1138,19 @@ def select_config(
     kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
     tokens or MXFP4_MIN_BATCH sequences.
     """
+    shape = (target.name, batch_size, kv_seq_len)
+    keys = ((row.target, row.batch_size or batch_size, row.kv_seq_len or kv_seq_len) for row in TABLE)
+    configs = next((row.configs for row, key in zip(TABLE, keys, strict=True) if key == shape), ())
+    _expect(bool(configs), "target", f"one of {sorted({row.target for row in TABLE})}", repr(target.name))
+    if kv == "mxfp4":
+        configs += _MXFP4
     if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
         kv = "fp8"
-    for row in TABLE:
-        if row.target == target.name and row.batch_size in (None, batch_size) and row.kv_seq_len in (None, kv_seq_len):
-            configs = row.configs + _MXFP4 if kv == "mxfp4" else row.configs
-            rows = batch_size * q_seq_len
-            return tuple(
-                _with_splits(config, rows, kv_seq_len, target)
-                for config in configs
-                if kv == "auto" or (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4")
-            )
-    raise ValueError(f"target: expected one of {sorted({row.target for row in TABLE})}, got {target.name!r}")
+    return tuple(
+        _with_splits(config, batch_size * q_seq_len, kv_seq_len, target)
+        for config in configs
+        if kv == "auto" or (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4")
+    )
 
 
 # ---- arguments ----
@@ -1158,13 +1158,9 @@ def select_config(
 
 SIZES = {"batch_size": 1, "q_seq_len": 1, "kv_seq_len": 0}  # of config, with the least that each may be
 DIMENSIONS = {
-    "num_heads": H_Q,
-    "num_kv_heads": 1,
-    "qk_head_dim": D_QK,
-    "kv_lora_rank": D_V,
-    "qk_rope_head_dim": D_ROPE,
+    "num_heads": H_Q, "num_kv_heads": 1, "qk_head_dim": D_QK, "kv_lora_rank": D_V, "qk_rope_head_dim": D_ROPE,
     "v_head_dim": D_V,
-}
+}  # fmt: skip
 CONFIG_KEYS = (*SIZES, "sm_scale", *DIMENSIONS)
 
 
@@ -1315,6 +1311,9 @@ class Plan:
 
     def run(self, data: tuple) -> torch.Tensor:
         return self.arm.run(data, self)
+
+    def __str__(self) -> str:
+        return f"{self.config.arm} ({_describe(self.config)})"
 
 
 _SCRATCH: dict[tuple, Any] = {}
@@ -1985,17 +1984,12 @@ ROW_FACTOR = 3.0
 RTOL, ATOL = 2e-2, 8e-3
 MIN_SHARE_WITHIN = 0.995
 
-_said: set[str] = set()
-
 
 def _say(message: str) -> None:
     print(f"mixed-mla: {message}", file=sys.stderr)
 
 
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _say(message)
+_say_once = cache(_say)
 
 
 def _setting(name: str, *choices: str) -> str:
@@ -2096,8 +2090,8 @@ def _error(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> fl
     strays = int((output.isfinite() != finite).sum())
     if strays:
         raise RuntimeError(f"{strays} elements are NaN or infinite where they should not be, or finite by mistake")
-    expected = expected.double().masked_fill(~finite, 0.0)
-    difference = output.double().masked_fill(~finite, 0.0) - expected
+    output, expected = (x.double().masked_fill(~finite, 0.0) for x in (output, expected))
+    difference = output - expected
     norm = expected.norm().item() or 1.0
     error = difference.norm().item() / norm
     if error > max_error:
@@ -2110,13 +2104,6 @@ def _error(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> fl
     if abs(gain - 1) > GAIN_TOLERANCE:
         raise RuntimeError(f"gain {gain:.4f} is not 1 +- {GAIN_TOLERANCE}")
     return error
-
-
-def _flush_buffer(device: torch.device) -> torch.Tensor | None:
-    """Several times any last-level cache of a GPU, memory permitting."""
-    if device.type != "cuda":
-        return None
-    return torch.empty(min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4), dtype=torch.uint8, device=device)
 
 
 def _timed(call: Callable[[], torch.Tensor], flush: torch.Tensor | None) -> tuple[torch.Tensor, float]:
@@ -2161,22 +2148,24 @@ def _first_call(data: tuple) -> Plan:
     """
     check_arguments(data)
     problem = problem_of(data)
+    label = f"{problem.batch_size}x{problem.kv_seq_len}"
     backend, kv = _setting("MLA_BACKEND", "", *ARMS), _setting("MLA_KV", *KV_CHOICES)
     tune, verbose = _setting("MLA_TUNE", "1", "0") == "1", _setting("MLA_VERBOSE", "0", "1") == "1"
     seconds = _tune_seconds()
     deadline = time.monotonic() + seconds
-    label = f"{problem.batch_size}x{problem.kv_seq_len}"
     plans = _candidates(problem, backend, kv)
     attend = cache(partial(_attend_float32, data))
-    flush = _flush_buffer(problem.device)
+    flush = None
+    if problem.device.type == "cuda":  # several times any last-level cache, memory permitting
+        flush_bytes = min(1 << 30, torch.cuda.mem_get_info(problem.device)[0] // 4)
+        flush = torch.empty(flush_bytes, dtype=torch.uint8, device=problem.device)
     best, best_us, reasons = None, float("inf"), []
     for plan in plans:
-        name = f"{plan.config.arm} ({_describe(plan.config)})"
         if plan.arm.last_resort:  # the yardstick itself: there is nothing to check it against
             best = best or plan
             continue
         if best and time.monotonic() > deadline:
-            _say(f"{label}: {plan.config.arm} not tried, the first call has taken its {seconds:g} s")
+            _say(f"{label}: {plan} not tried, the first call has taken its {seconds:g} s")
             continue
         try:
             if plan.arm.kv == "mxfp4" and kv == "auto" and not backend:
@@ -2188,11 +2177,11 @@ def _first_call(data: tuple) -> Plan:
             runs = TUNE_RUNS if tune and len(plans) > 1 else 1
             error, time_us = _prove(data, plan, attend(plan.arm.kv), flush, runs)
         except Exception as failure:
-            reasons.append(f"{name}: {failure}")
+            reasons.append(f"{plan}: {failure}")
             _say(f"{label}: dropped {reasons[-1]}")
             continue
         if verbose:
-            _say(f"{label}: {name}: error {error:.1e}, {time_us:.1f} us")
+            _say(f"{label}: {plan}: error {error:.1e}, {time_us:.1f} us")
         if time_us < (1 - TUNE_MARGIN) * best_us:
             best, best_us = plan, time_us
         if not tune:
@@ -2200,12 +2189,12 @@ def _first_call(data: tuple) -> Plan:
     if best is None:
         raise RuntimeError(f"no arm is right for {label}: {'; '.join(reasons)}")
     if verbose:
-        _say(f"{label}: chose {best.config.arm} ({_describe(best.config)})")
+        _say(f"{label}: chose {best}")
     return best
 
 
 _PLANS: dict[tuple, Plan] = {}
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _last: Plan | None = None
 
 

@@ -527,7 +527,7 @@ def standing_in(model: AiterModel) -> Iterator[AiterModel]:
     with pytest.MonkeyPatch.context() as patch:
         for name in SHAPE_CACHES:
             patch.setattr(submission, name, {})
-        patch.setattr(submission, "_said", set())
+        submission._say_once.cache_clear()
         patch.setattr(submission, "_target", lambda device: submission.Target("gfx950", model.num_cu))
         submission._aiter.cache_clear()
         model.install()

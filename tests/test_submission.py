@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def fresh_module_state(monkeypatch):
     for name in ("_PLANS", "_SCRATCH"):
         monkeypatch.setattr(submission, name, {})
-    monkeypatch.setattr(submission, "_said", set())
+    submission._say_once.cache_clear()
     for name in ("MLA_BACKEND", "MLA_TUNE", "MLA_VERBOSE", "MLA_TUNE_SECONDS", "MLA_KV"):
         monkeypatch.delenv(name, raising=False)
 
@@ -532,7 +532,7 @@ def test_a_first_call_out_of_time_leaves_the_rest_out(plant, monkeypatch, capsys
     plant(slow=slow, fast=right)
     submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
     assert submission.last_run().arm == "slow"
-    assert "fast not tried" in capsys.readouterr().err
+    assert "fast (splits=1) not tried" in capsys.readouterr().err
 
 
 def test_threads_settle_a_shape_once(plant):
