@@ -1381,7 +1381,7 @@ def _split_k(
 
 
 def _unit_scale(device: torch.device) -> torch.Tensor:
-    """float32 [1], 1: the combine's cache scale where the values carry their own."""
+    """float32 [1], 1: the scale of values that are unscaled or carry their own."""
     return _buffer("unit scale", (1,), torch.float32, device, torch.ones)
 
 
@@ -1797,11 +1797,11 @@ def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tu
     """Q [total_q, 16, 576] in the form that the arm takes, and its scale, float32 [1] or None."""
     if mode.q == "bf16":
         return lambda q: (q, None)
-    q8 = torch.empty(problem.total_q, H_Q, D_QK, dtype=torch.float8_e4m3fn, device=problem.device)
-    scale = torch.ones(1, dtype=torch.float32, device=problem.device)
+    q8 = _buffer("q8", (problem.total_q, H_Q, D_QK), torch.float8_e4m3fn, problem.device)
     if mode.q == "cast":
-        return lambda q: (q8.copy_(q), scale)
-    aiter = _aiter()
+        unit_scale = _unit_scale(problem.device)
+        return lambda q: (q8.copy_(q), unit_scale)
+    aiter, scale = _aiter(), _buffer("scale of q8", (1,), torch.float32, problem.device)
     quantize = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
     if quantize is None:
         wrapper = getattr(aiter, "per_tensor_quant_hip", None)
@@ -1809,7 +1809,7 @@ def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tu
         _say_once(f"AITER has no dynamic_per_tensor_quant; {stand_in} quantises Q")
         if wrapper is not None:
             return lambda q: wrapper(q, quant_dtype=torch.float8_e4m3fn)
-        quantize = partial(_quantize_by_torch, torch.empty_like(q8, dtype=torch.float32))
+        quantize = partial(_quantize_by_torch, _buffer("wide q", q8.shape, torch.float32, problem.device))
 
     def run(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         quantize(q8, q, scale)
@@ -1861,9 +1861,8 @@ def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tu
         name, function = "mla_decode_stage1_asm_fwd", aiter.mla_decode_stage1_asm_fwd
         maps = {x: values.pop(x) for x in _REDUCE}
         rows = max(1, len(maps["reduce_partial_map"]))
-        empty = partial(torch.empty, dtype=torch.float32, device=device)
-        key = ("aiter partials", device, rows)
-        part, lse = _scratch(key, lambda: (empty(rows, 1, H_Q, D_V), empty(rows, 1, H_Q, 1)))
+        part = _buffer("part", (rows, 1, H_Q, D_V), torch.float32, device)
+        lse = _buffer("lse", (rows, 1, H_Q, 1), torch.float32, device)
         values |= {"splitData": part, "splitLse": lse}
         # The library counts one row for a sequence that is not split.
         if any(b - a > 1 for a, b in pairwise(maps["reduce_indptr"].tolist())):
