@@ -3,7 +3,9 @@
 What it would allocate on a GPU comes from the CPU.
 """
 
+import hashlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,8 @@ import reference
 import submission
 from submission import AITER_MODES, ARMS
 from tests.aiter_model import BLOCK, AiterModel, Watch, plan_for, standing_in
-from tests.aiter_wheel import mla_source, skip_without_wheel
+from tests.aiter_wheel import code_object, mla_source, skip_without_wheel
+from tests.gfx950.aiter_objects import PERSISTENT, SPLIT
 
 STAGE1, REDUCE, QUANT = "mla_decode_stage1_asm_fwd", "mla_reduce_v1", "dynamic_per_tensor_quant"
 LIBRARY_ARMS = [name for name, mode in AITER_MODES.items() if mode.entry in ("split_kv", "fwd")]
@@ -101,3 +104,11 @@ def test_the_wheels_layer_gets_our_split_count(wheel, small):
     plan = plan_for(small, "aiter_bf16")
     plan.run(small)
     assert wheel.calls[0].values["splitData"].shape[1] == 10
+
+
+def test_docs_hold_the_digests_of_the_code_objects():
+    """Of those that the emulator runs."""
+    skip_without_wheel()
+    docs = (Path(__file__).parents[1] / "docs" / "aiter.md").read_text()
+    digests = {name: hashlib.sha256(code_object(name)).hexdigest() for name in (*SPLIT.values(), *PERSISTENT.values())}
+    assert dict(re.findall(r"\| `(mla_\w+)\.co` \| `(\w{64})` \|", docs)) == digests

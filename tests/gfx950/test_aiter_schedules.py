@@ -1,7 +1,7 @@
 """The arms over the machine code of AITER's kernels, with schedules of ours and of AITER; the reduce is the model's.
 
-The arms run as they do on a card, down to stage 1; the emulator then executes the code object from the wheel. All are
-byte for byte those of the runner but the persistent a8w8, which is one version older.
+The arms run as they do on a card, down to stage 1; the emulator then executes the code object from the wheel. The
+persistent a8w8 is one version older than the runner's; the others were read to be the same (digests in docs/aiter.md).
 """
 
 import contextlib
