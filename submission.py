@@ -1834,9 +1834,8 @@ def _own_tile(config: Config) -> int:
 
 def _aiter_call(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
     """The call of one arm for one shape, with all but its inputs bound and allocated. Raises AiterUnfit."""
-    tile = _own_tile(config)
-    key = ("aiter call", problem, config.arm, tile)
-    return _scratch(key, lambda: _prepare_aiter(problem, AITER_MODES[config.arm], tile))
+    mode, tile = AITER_MODES[config.arm], _own_tile(config)
+    return _scratch(("aiter call", problem, mode, tile), lambda: _prepare_aiter(problem, mode, tile))
 
 
 def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tuple], torch.Tensor]:

@@ -163,10 +163,14 @@ def test_table_takes_an_aiter_arm_first(aiter, monkeypatch, batch, kv_len, arm):
 
 
 @pytest.mark.parametrize("case", BENCHMARKS)
-def test_table_lists_both_kernels_for_each_official_shape(case):
-    configs = submission.select_config(case["batchsize"], case["kvseqlen"], Target("gfx950", 256))
-    modes = [AITER_MODES[config.arm] for config in configs if config.arm in AITER_MODES]
-    assert {mode.q == "bf16" for mode in modes} == {True, False}
+def test_table_lists_both_kernels_for_each_official_shape_and_none_that_is_refused(aiter, keep_overflow, case):
+    aiter(num_cu=256, arithmetic=False)
+    batch, kv_len = case["batchsize"], case["kvseqlen"]
+    configs = submission.select_config(batch, kv_len, Target("gfx950", 256))
+    arms = [config.arm for config in configs if config.arm in AITER_MODES]
+    assert {AITER_MODES[arm].q == "bf16" for arm in arms} == {True, False}
+    for arm in arms:
+        assert ARMS[arm].why_not(problem(batch_size=batch, kv_seq_len=kv_len)) is None
 
 
 # ---- the steady-state call ----
@@ -216,8 +220,8 @@ def test_steady_state_call(aiter, keep_overflow, unproven, monkeypatch, arm, cas
         assert [x for x in watch.allocated if x[0] == "submission.py"] == []
     # The direct cast is one copy of ours; nothing else of ours writes.
     assert watch.written == ([("submission.py", "aten.copy_.default")] if mode.q == "cast" else [])
-    stage1 = next(call.values for call in first if call.op == STAGE1)
-    fp8_q = mode.q != "bf16"
+    values = {call.op: call.values for call in first}
+    stage1, fp8_q = values[STAGE1], mode.q != "bf16"
     assert stage1["Q"].dtype == (torch.float8_e4m3fn if fp8_q else torch.bfloat16)
     assert stage1["KV"].data_ptr() == (data[1]["fp8"][0] if mode.kv == "fp8" else data[1]["bf16"]).data_ptr()
     assert tuple(stage1["KV"].shape) == (batch * kv_len, 1, 1, 576)
@@ -225,6 +229,19 @@ def test_steady_state_call(aiter, keep_overflow, unproven, monkeypatch, arm, cas
     assert (stage1["q_scale"] is not None) == fp8_q
     assert (stage1["kv_scale"] is not None) == (mode.kv == "fp8")
     assert stage1["output"].data_ptr() == out.data_ptr()
+    if QUANT in values:
+        assert values[QUANT]["input"] is data[0]
+        assert same_tensors((values[QUANT]["out"], values[QUANT]["scale"]), (stage1["Q"], stage1["q_scale"]))
+    if REDUCE in values:
+        reduce = values[REDUCE]
+        passed_on = reduce["partial_output"], reduce["partial_lse"], reduce["final_output"]
+        assert same_tensors(passed_on, (stage1["splitData"], stage1["splitLse"], out))
+        assert reduce["reduce_partial_map"].numel() <= len(stage1["splitData"])
+        assert len(reduce["reduce_indptr"]) == len(reduce["reduce_final_map"]) + 1 == batch + 1
+
+
+def same_tensors(some, others) -> bool:
+    return [x.data_ptr() for x in some] == [x.data_ptr() for x in others]
 
 
 def test_watch_sees_allocations_and_synchronisation(aiter, small):
