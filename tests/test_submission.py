@@ -97,8 +97,9 @@ print(submission.last_run().arm)
 # ---- buffers and state
 
 
-def test_two_shapes_never_share_an_output_and_inputs_are_left_alone():
-    first, second = ragged_input([64, 30]), ragged_input([64, 30, 5])
+@pytest.mark.parametrize("second", [([64, 30, 5],), ([64], 2), ([64, 31, 0, 7],), ([65, 30],)], ids=str)
+def test_two_shapes_never_share_an_output_and_inputs_are_left_alone(second):
+    first, second = ragged_input([64, 30]), ragged_input(*second)
     before = [x.clone() for x in (first[0], first[1]["bf16"], first[2], first[3])]
     one = submission.custom_kernel(first)
     kept = one.clone()
@@ -146,6 +147,11 @@ def test_the_key_holds_all_that_a_plan_depends_on(monkeypatch):
     """A later call of the same shape finds a plan by its key alone: what the key leaves out goes unseen."""
     base = submission._key(GOOD)
     wide = torch.empty(134 * 576 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    more = ragged_input([70, 71])[1]
+    uniform, none = (
+        {"bf16": x["bf16"][:n]} | {name: (x[name][0][:n], x[name][1]) for name in ("fp8", "mxfp4")}
+        for x, n in ((more, 140), (KV, 0))
+    )
     changed = {
         "sm_scale": edit(GOOD, config={"sm_scale": 0.5}),
         "kv_seq_len": edit(GOOD, config={"kv_seq_len": 80}),
@@ -153,7 +159,9 @@ def test_the_key_holds_all_that_a_plan_depends_on(monkeypatch):
         "gradient": edit(GOOD, q=Q.clone().requires_grad_()),
         "alignment": edit(GOOD, kv_data={"fp8": (wide[1:].view(134, 1, 576), KV["fp8"][1])}),
         "strides of q": edit(GOOD, q=torch.empty(2, 16, 640, dtype=torch.bfloat16)[..., :576]),
-        "uniform": edit(GOOD, config={"kv_seq_len": 67}),
+        "uniform": edit(GOOD, kv_data=uniform),
+        "no token at all": edit(GOOD, kv_data=none),
+        "more tokens than fit": edit(GOOD, kv_data=more),
         "rows that do not fit": edit(GOOD, kv_data={"fp8": (KV["fp8"][0][:-1], KV["fp8"][1])}),
         "dtype": edit(GOOD, kv_indptr=KVI.long()),
     }
@@ -295,7 +303,7 @@ BAD_ARGUMENTS = {
         ValueError,
         "qo_indptr: expected steps of 1 to 1, got 0 at 0",
     ),
-    "config is a tensor": ((*GOOD[:4], torch.ones(3)), TypeError, "config: expected a dict, got Tensor"),
+    "config is a tensor": ((*GOOD[:4], torch.tensor(1.0)), TypeError, "config: expected a dict, got Tensor"),
     "config lacks sm_scale": ((*GOOD[:4], without(CONFIG, "sm_scale")), KeyError, r"config\['sm_scale'\]"),
     "config batch_size": (edit(GOOD, config={"batch_size": 3}), ValueError, "q: expected shape"),
     "config batch_size 0": (edit(GOOD, config={"batch_size": 0}), ValueError, "expected an int >= 1, got 0"),
@@ -467,6 +475,17 @@ def test_gain_of_two_percent_is_caught_even_where_the_error_would_pass(plant):
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
 
 
+def test_noise_is_caught_where_no_row_or_gain_is_far_off(plant):
+    def noisy(data, plan):
+        output = right(data, plan)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        return output.add_(noise * output.norm(dim=2, keepdim=True) / 512**0.5 * 0.015)
+
+    plant(noisy=noisy)
+    with pytest.raises(RuntimeError, match="noisy .*: error 1.5e-02 is above 1e-02"):
+        submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_element_that_is_not_finite_is_caught(plant, value):
     def one_element(data, plan):
@@ -533,6 +552,13 @@ def test_a_first_call_out_of_time_leaves_the_rest_out(plant, monkeypatch, capsys
     submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
     assert submission.last_run().arm == "slow"
     assert "fast (splits=1) not tried" in capsys.readouterr().err
+
+
+def test_no_more_than_the_first_candidates_are_tried(plant, monkeypatch, capsys):
+    monkeypatch.setenv("MLA_VERBOSE", "1")
+    plant(**{f"arm{i}": right for i in range(submission.MAX_CANDIDATES + 2)})
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert capsys.readouterr().err.count("(splits=1): error") == submission.MAX_CANDIDATES
 
 
 def test_threads_settle_a_shape_once(plant):
@@ -610,6 +636,14 @@ def test_forced_arm_that_reads_another_cache_is_refused(monkeypatch, arm, kv):
     monkeypatch.setenv("MLA_KV", kv)
     with pytest.raises(ValueError, match=f"MLA_BACKEND: expected an arm for MLA_KV={kv}, got {arm}, which reads"):
         submission.custom_kernel(GOOD)
+
+
+@pytest.mark.parametrize("arm, block_n", [("triton_mxfp4", 32), ("triton_fp8", 64)])
+def test_forced_arm_takes_its_configuration_from_the_table(monkeypatch, arm, block_n):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(submission, "_target", lambda device: Target("sm90", 132))
+    (plan,) = submission._candidates(submission.problem_of(GOOD), arm, "auto")
+    assert (plan.config.arm, plan.config.block_n) == (arm, block_n)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
