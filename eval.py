@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ EXIT_USAGE = 2
 EXIT_NO_DESCRIPTOR = 111
 EXIT_CHECK_FAILED = 112
 EXIT_BAD_CASE_FILE = 113
+EXIT_INTERRUPTED = 130
 
 # The cold-cache flush writes FLUSH_LLC_MULTIPLE times the last-level cache, over and over until FLUSH_GPU_BYTES are
 # drawn: on a GPU it must also outlast the host's launch work, which the official flush (62.5 GiB) hides.
@@ -554,7 +556,12 @@ class _Session:
         return {**verdict, "durations_ns": durations_ns, "reader_ns": reader_ns}
 
     def profile(self, args: dict[str, Any], trace: str | None = None, warm: bool = False) -> dict[str, Any]:
-        """Profile one call; `warm` makes one call before it, so that compilation is left out."""
+        """Profile one call; `warm` makes one call before it, so that compilation is left out.
+
+        `report` is torch's own table. `times` holds (name, calls, microseconds), longest first: kernels and copies on a
+        GPU, operations without what they call on a CPU.
+        """
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         import reference
@@ -570,9 +577,20 @@ class _Session:
             self.timer.synchronize()
         if trace is not None:
             profiler.export_chrome_trace(trace)
-        sort_key = "self_cuda_time_total" if self.timer.on_gpu else "self_cpu_time_total"
-        report = profiler.key_averages().table(sort_by=sort_key, row_limit=20)
-        return {"good": True, "message": "", "report": report, **self._selection()}
+        averages = profiler.key_averages()
+        own_time = "self_device_time_total" if self.timer.on_gpu else "self_cpu_time_total"
+        times = [
+            (_word(entry.key), entry.count, getattr(entry, own_time))
+            for entry in averages
+            if (entry.device_type != DeviceType.CPU) == self.timer.on_gpu and not entry.is_user_annotation
+        ]
+        return {
+            "good": True,
+            "message": "",
+            "report": averages.table(sort_by=own_time, row_limit=20),
+            "times": sorted(times, key=lambda entry: -entry[2]),
+            **self._selection(),
+        }
 
     def gpu_is_lost(self) -> bool:
         try:
@@ -597,14 +615,15 @@ def _serve(connection: Any, submission: Path) -> None:
         print(json.dumps([kind, content]), file=answers, flush=True)
 
     session = _Session(submission, lambda done, total: send("progress", [done, total]))
-    while True:
-        operation, arguments = connection.recv()
-        try:
-            answer = getattr(session, operation)(**arguments)
-        except BaseException as error:
-            answer = {"good": False, "message": _explain(error, submission), "fatal": session.gpu_is_lost()}
-        send("result", answer)
-        gc.collect()
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent was killed
+        while True:
+            operation, arguments = connection.recv()
+            try:
+                answer = getattr(session, operation)(**arguments)
+            except BaseException as error:
+                answer = {"good": False, "message": _explain(error, submission), "fatal": session.gpu_is_lost()}
+            send("result", answer)
+            gc.collect()
 
 
 class Worker:
@@ -626,10 +645,17 @@ class Worker:
         # On a busy CPU, OpenMP threads that spin while they wait make everything several times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._submission), daemon=True)
-        self._process.start()
-        theirs.close()
+        resource_tracker.ensure_running()  # here, because it would lift the mask below
+        # A terminal sends Ctrl-C to the worker as well, which takes a moment to start and ignore it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._connection, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._submission), daemon=True)
+            process.start()
+            self._process = process
+            theirs.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._unread = b""
 
     def _stop(self) -> None:
@@ -715,7 +741,7 @@ class _PopcornOutput:
         try:
             os.set_inheritable(int(descriptor), False)
             self._file = os.fdopen(int(descriptor), "w", encoding="utf-8", errors="backslashreplace")
-        except (ValueError, OSError) as error:
+        except (ValueError, OverflowError, OSError) as error:
             raise DescriptorError(str(error)) from error
 
     def __enter__(self) -> "_PopcornOutput":
@@ -832,7 +858,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that the worker unpickles the very classes the parent sends.
-    from eval import main as run
+    try:
+        # Under its own name, so that the worker unpickles the very classes the parent sends.
+        from eval import main as run
 
-    sys.exit(run())
+        sys.exit(run())
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)

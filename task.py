@@ -4,14 +4,15 @@ MLA decode of DeepSeek-R1 in the absorbed form. Keys are all `QK_HEAD_DIM` dims 
 `V_HEAD_DIM` dims; all `NUM_HEADS` query heads share the single KV head.
 """
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
-import torch
+if TYPE_CHECKING:
+    import torch  # seconds that a command line without a worker need not wait
 
 # (q, kv_data, qo_indptr, kv_indptr, config); shapes and dtypes are in `reference.generate_input`.
-input_t = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor, dict]
+input_t: TypeAlias = "tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor, dict]"
 # bfloat16 (total_q, NUM_HEADS, V_HEAD_DIM)
-output_t = torch.Tensor
+output_t: TypeAlias = "torch.Tensor"
 
 NUM_HEADS = 16
 NUM_KV_HEADS = 1

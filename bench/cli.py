@@ -1,10 +1,12 @@
 """The person's side of `eval.py`: commands, tables, progress and JSON around the evaluator's worker."""
 
 import contextlib
+import io
 import json
 import math
 import os
 import re
+import select
 import statistics
 import sys
 import tempfile
@@ -12,42 +14,40 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import eval as evaluator
-from bench.file_rules import SUBMIT_COMMAND, broken_rules, kernelguard_verdict
-from eval import EXIT_BAD_CASE_FILE, EXIT_CHECK_FAILED, CaseFileError, TestCase, Worker
+from bench.compare import RULE, ResultError, compare, comparison_table, load_result, timed_cases
+from bench.file_rules import broken_rules, kernelguard_verdict, submit_command
+from bench.tables import profile_table, test_table, timing_table
+from eval import EXIT_BAD_CASE_FILE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED, CaseFileError, TestCase, Worker
 
 if TYPE_CHECKING:
     from task import TestSpec
 
-EXIT_INTERRUPTED = 130
+EXIT_UNWRITTEN = 1
+EXIT_BROKEN_PIPE = 141
 PIPE_WIDTH = 160
 DEFAULT_SEED = 4220
 # A CPU needs seconds for one call of a large case; a GPU keeps the official bound.
 CPU_SECONDS_PER_CASE = 20.0
 
-EXAMPLES = """
-Examples:
+EXIT_CODES = (
+    "Exit codes: 0 all checks passed, 1 a result could not be written, 2 wrong usage, 112 a check failed, "
+    "113 bad case file, 130 interrupted (Ctrl-C), 141 nobody reads the output any more."
+)
 
-  python eval.py test                        # the official cases
 
-  python eval.py benchmark --case 32x8192    # batch 32, 8192 tokens
+def with_examples(*examples: tuple[str, str], after: str = "") -> str:
+    """An epilog of commands and what they are for; blank lines keep each on a line of its own."""
+    lines = [f"  python eval.py {command}  [dim]# {purpose}[/dim]" for command, purpose in examples]
+    return "\n\n".join(["Examples:", *lines, *filter(None, [after]), EXIT_CODES])
 
-  python eval.py test --backend torch_bmm    # force an arm
-
-  python eval.py test --submission other.py  # judge another file
-
-  python eval.py benchmark --json new.json   # keep the numbers
-
-Exit codes: 0 all checks passed, 2 wrong usage, 112 a check failed, 113 bad case file, 130 interrupted.
-"""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,32 +55,49 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Judge an MLA decode submission: strictly against a float64 oracle, and in time against a plain reader.",
-    epilog=EXAMPLES,
+    epilog=with_examples(
+        ("test", "is submission.py right?"),
+        ("test --case 32x8192", "batch 32, 8192 cached tokens each"),
+        ("test --submission other.py", "is that file right?"),
+        ("benchmark --json old.json", "how fast? keep the numbers"),
+        ("benchmark --compare old.json", "after a change: faster?"),
+        ("profile --case 64x8192", "which kernels take the time?"),
+        ("lint", "may it be submitted, and how?"),
+    ),
 )
+
+
+def _require_number(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):
+        raise typer.BadParameter("expected a number, got nan")
+    return value
 
 
 def _require_place(path: Path | None) -> Path | None:
     """Refuse, before any work, a result file whose folder takes no new file."""
     if path is not None and not path.exists():
-        _require_folder(path.parent)
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise typer.BadParameter(_no_place(path.parent, error)) from error
     return path
 
 
-def _require_folder(folder: Path | None) -> Path | None:
-    """Refuse, before any work, a folder that takes no new file."""
-    if folder is not None:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise typer.BadParameter(f"expected a place to write to, got {str(folder)!r}: {error.strerror}") from error
-    return folder
+def _no_place(folder: Path, error: OSError) -> str:
+    return f"expected a place to write to, got {str(folder)!r}: {error.strerror}"
 
 
-def _make_folder(folder: Path | None) -> Path | None:
-    if folder is not None:
-        with contextlib.suppress(OSError):  # what is not there is refused below
-            folder.mkdir(parents=True, exist_ok=True)
-    return _require_folder(folder)
+def _require_picture(path: Path | None) -> Path | None:
+    """Refuse, before any work, a picture that cannot be drawn or written."""
+    if path is None:
+        return None
+    try:
+        from bench.roofline import FORMATS
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{error}; it needs the extra `plot`: pip install -e '.[plot]'") from error
+    if path.suffix[1:].lower() not in FORMATS:
+        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(FORMATS)}, got {str(path)!r}")
+    return _require_place(path)
 
 
 CaseOption = Annotated[
@@ -104,14 +121,40 @@ BackendOption = Annotated[str | None, typer.Option("--backend", help="Arm to for
 SubmissionOption = Annotated[
     Path, typer.Option("--submission", exists=True, dir_okay=False, help="The file to judge.", show_default=False)
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds one case may take in all.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, callback=_require_number, help="Seconds one case may take in all.")
+]
 RepeatsOption = Annotated[
     int | None, typer.Option("--repeats", min=1, help="Most timed runs of a case; officially 1000, leaderboard 100.")
 ]
 SecondsOption = Annotated[
     float | None,
     typer.Option(
-        "--seconds", min=0.0, help="Stop timing a case after this long, three runs at least; 120, on a CPU 20."
+        "--seconds",
+        min=0.0,
+        callback=_require_number,
+        help="Stop timing a case after this long, three runs at least; 120, on a CPU 20.",
+    ),
+]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--compare",
+        metavar="OLD.json",
+        exists=True,
+        dir_okay=False,
+        help="Compare with this result of an earlier --json, case by case; being slower is no failure.",
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE.png",
+        dir_okay=False,
+        writable=True,
+        callback=_require_picture,
+        help="Draw time against the reader, the roof, for each case.",
     ),
 ]
 
@@ -130,10 +173,16 @@ def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
 
     Raises typer.BadParameter for anything else.
     """
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", word)
+    match = re.fullmatch(r"([0-9]+)x([0-9]+)(?:x([0-9]+))?", word)
     if match is None:
         raise typer.BadParameter(f"expected BATCHxKV or BATCHxKVxQ such as 32x8192, got {word!r}", param_hint="--case")
-    shape = {"batchsize": int(match[1]), "qseqlen": int(match[3] or 1), "kvseqlen": int(match[2])}
+    batchsize, kvseqlen, qseqlen = match.groups("1")
+    line = f"batchsize: {batchsize}; qseqlen: {qseqlen}; kvseqlen: {kvseqlen}; seed: {DEFAULT_SEED}"
+    try:
+        shape = evaluator.parse_case(line).args
+    except CaseFileError as error:
+        raise typer.BadParameter(f"{word[: evaluator.MAX_TEXT]}: {error}", param_hint="--case") from error
+    del shape["seed"]
     seeds = [case["seed"] for case in official if shape.items() <= case.items()]
     return as_test_case({**shape, "seed": seeds[0] if seeds else DEFAULT_SEED})
 
@@ -160,18 +209,35 @@ def choose_cases(mode: str, words: list[str] | None, case_file: Path | None) -> 
     return [as_test_case(case) for case in own]
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """End the command without a traceback; what is still printed goes nowhere."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()
+        raise typer.Exit(EXIT_BROKEN_PIPE)
+
+
 def make_console() -> Console:
     """Standard output; a pipe or file gets a width of its own, so that tables are not squeezed into 80 columns."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no UTF-8
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
+
+
+def nobody_reads() -> bool:
+    """Whether standard output is a pipe or terminal whose other end is gone."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, Any]]:
-    """A bar on standard error, shown on a terminal only."""
-    console = Console(stderr=True)
+    """A bar on standard error, shown on a terminal only, whatever FORCE_COLOR says."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
         yield progress, progress.add_task(description, total=total)
 
 
@@ -202,7 +268,10 @@ def add_derived(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class Run:
-    """One command's work: asks the worker case by case, collects results, prints them and decides the exit code."""
+    """One command's work: asks the worker case by case, collects results, prints them and decides the exit code.
+
+    Ctrl-C and a reader that leaves stop it early; the results so far are kept.
+    """
 
     def __init__(self, mode: str, submission: Path, backend: str | None, timeout_s: float, json_path: Path | None):
         if backend is not None:
@@ -212,20 +281,26 @@ class Run:
         self.console = make_console()
         self.environment: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
+        self.cases = 0
         self._json_path = json_path
         self._timeout_s = timeout_s
-        self._interrupted = False
+        self._stopped: int | None = None
+        self._unwritten: list[str] = []
+
+    @property
+    def complete(self) -> bool:
+        return self._stopped is None and len(self.results) == self.cases
 
     def ask_all(self, cases: list[TestCase], ask: Callable[[Callable, TestCase], dict[str, Any]]) -> None:
-        """Run `ask(ask_worker, case)` for each case, `ask_worker` being `Worker.ask` with this run's time limit.
-
-        Ctrl-C keeps the results so far.
-        """
+        """Run `ask(ask_worker, case)` for each case, `ask_worker` being `Worker.ask` with this run's time limit."""
+        self.cases = len(cases)
         try:
             with Worker(self.submission) as worker:
                 self._describe(worker)
                 with progress_bar(self.mode, len(cases)) as (bar, task):
                     for case in cases:
+                        if nobody_reads():
+                            raise typer.Exit(EXIT_BROKEN_PIPE)
                         label = case_label(case.args)
                         bar.update(task, description=f"{self.mode} {label}")
 
@@ -237,7 +312,9 @@ class Run:
                         self.results.append({"case": label, "args": case.args, **add_derived(answer)})
                         bar.advance(task)
         except KeyboardInterrupt:
-            self._interrupted = True
+            self._stopped = EXIT_INTERRUPTED
+        except typer.Exit as stop:
+            self._stopped = stop.exit_code
 
     def _describe(self, worker: Worker) -> None:
         self.environment = worker.ask("environment")
@@ -248,29 +325,43 @@ class Run:
             if name != "on_gpu":
                 self.console.print(f"{name:>10}: {value}", markup=False)
 
-    def finish(self, table: Table | None = None, extra: dict[str, Any] | None = None) -> None:
-        """Print the table and one line for each failed case, write the JSON file, exit with the documented code."""
-        failed = [result for result in self.results if not result["good"]]
-        if table is not None:
+    def document(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {
+            "mode": self.mode,
+            "command": ["python", "eval.py", *sys.argv[1:]],
+            "submission": self.submission.name,
+            "environment": self.environment,
+            "cases": self.results,
+            "complete": self.complete,
+            "passed": self.complete and all(result["good"] for result in self.results),
+        }
+
+    def write(self, option: str, action: Callable[[], object]) -> None:
+        """Write one of the files asked for; one that cannot be written costs the exit code, not the other results."""
+        try:
+            action()
+        except OSError as error:
+            self._unwritten.append(f"{option}: {error}")
+
+    def finish(self, *tables: Table, extra: dict[str, Any] | None = None) -> NoReturn:
+        """Write the JSON file, print the tables and one line for each failed case, exit with the documented code."""
+        if self._json_path is not None:
+            text = json.dumps(_finite({**self.document(), **(extra or {})}), indent=2) + "\n"
+            self.write("--json", partial(self._json_path.write_text, text, encoding="utf-8"))
+        for table in tables:
             self.console.print(table)
+        failed = [result for result in self.results if not result["good"]]
         for result in failed:
             self.console.print(f"FAIL {result['case']}: {result['message']}", markup=False, soft_wrap=True)
-        passed = not failed and not self._interrupted
-        if self._json_path is not None:
-            report = {
-                "mode": self.mode,
-                "command": ["python", "eval.py", *sys.argv[1:]],
-                "submission": self.submission.name,
-                "environment": self.environment,
-                "cases": self.results,
-                **(extra or {}),
-                "passed": passed,
-            }
-            self._json_path.write_text(json.dumps(_finite(report), indent=2) + "\n", encoding="utf-8")
-        if self._interrupted:
-            self.console.print("interrupted; the results so far are above")
-            raise typer.Exit(EXIT_INTERRUPTED)
-        raise typer.Exit(EXIT_CHECK_FAILED if failed else evaluator.EXIT_OK)
+        for line in self._unwritten:
+            self.console.print(f"not written, {line}", markup=False, soft_wrap=True)
+        if self._stopped is not None:
+            self.console.print(f"stopped after {len(self.results)} of {self.cases} cases")
+            raise typer.Exit(self._stopped)
+        if failed:
+            raise typer.Exit(EXIT_CHECK_FAILED)
+        raise typer.Exit(EXIT_UNWRITTEN if self._unwritten else evaluator.EXIT_OK)
 
 
 def _finite(value: Any) -> Any:
@@ -289,90 +380,17 @@ def write_results(path: Path, timer: evaluator.ColdTimer, results: list[dict[str
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def geometric_mean(values: list[float]) -> float:
-    return statistics.geometric_mean(values) if values else math.nan
-
-
-def _mark(good: bool | None) -> str:
-    return {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "-"}[good]
-
-
-def _against_bound(strict: dict[str, Any], name: str) -> str:
-    value, bound = strict.get(f"{name}_error", math.nan), strict.get(f"{name}_bound", math.nan)
-    return "-" if math.isnan(value) else f"{value:.2e} / {bound:.2e}"
-
-
-def _said(result: dict[str, Any], *names: str) -> list[str]:
-    """Cells with the submission's own words, which may look like markup."""
-    return [escape(result.get(name) or "-") for name in names]
-
-
-def _share(percent: float) -> str:
-    """An exact kernel cannot take less time than reading its cache: more than 100 % is marked."""
-    return f"[red]{percent:.1f} ![/red]" if percent > 100 else f"{percent:.1f}"
-
-
-def _plain(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
-
-
-def test_table(results: list[dict[str, Any]]) -> Table:
-    """Strict figures per case: relative L2 errors over the cache that was read and over the bf16 cache, worst gain."""
-    table = Table(title="strict check against the float64 oracle, relative L2 error / bound")
-    for name in ("case", "arm", "cache", "config", "kernel", "end to end", "worst slope", "strict", "official"):
-        table.add_column(name, no_wrap=True)
-    for result in results:
-        strict = result.get("strict", {})
-        table.add_row(
-            result["case"],
-            *_said(result, "arm", "kv", "config"),
-            _against_bound(strict, "kernel"),
-            _against_bound(strict, "end_to_end"),
-            _plain(strict.get("worst_slope", math.nan)),
-            _mark(result["good"]),
-            _mark(result.get("official_good")),
-        )
-    return table
-
-
-def timing_table(mode: str, results: list[dict[str, Any]]) -> tuple[Table, dict[str, float]]:
-    """The table of a timed mode and the geometric means under it; a failed case leaves no means."""
-    table = Table(title=f"{mode}: microseconds, cold cache; GB/s and reader over the bytes of the arm's cache")
-    for name in ("case", "arm", "config"):
-        table.add_column(name, no_wrap=True)
-    for name in ("median", "mean", "p20", "p80", "runs", "GB/s", "reader", "% of reader"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("strict", no_wrap=True)
-    if any(result.get("percent_of_reader", 0) > 100 for result in results):
-        table.caption = "! faster than reading its cache once: distrust the time, or the reader's"
-    timed = [result for result in results if "time" in result]
-    for result in results:
-        cells = [result["case"], *_said(result, "arm", "config")]
-        if "time" in result:
-            times = result["time"]
-            cells += [f"{times[name]:.1f}" for name in ("median_us", "mean_us", "p20_us", "p80_us")]
-            cells += [str(times["runs"]), f"{result['gb_per_s']:.1f}"]
-            cells += [f"{result['reader_time']['median_us']:.1f}", _share(result["percent_of_reader"])]
-        else:
-            cells += ["-"] * 8
-        table.add_row(*cells, _mark(result["good"]))
-    means: dict[str, float] = {}
-    if timed and len(timed) == len(results):
-        means = {
-            "geomean_median_us": geometric_mean([result["time"]["median_us"] for result in timed]),
-            "geomean_mean_us": geometric_mean([result["time"]["mean_us"] for result in timed]),
-            "geomean_reader_us": geometric_mean([result["reader_time"]["median_us"] for result in timed]),
-        }
-        percent = _share(100 * means["geomean_reader_us"] / means["geomean_median_us"])
-        table.add_section()
-        table.add_row(
-            "geometric mean", "", "", f"{means['geomean_median_us']:.1f}", f"{means['geomean_mean_us']:.1f}",
-            "", "", "", "", f"{means['geomean_reader_us']:.1f}", percent, "",
-        )  # fmt: skip
-    return table, means
-
-
-@app.command(epilog=EXAMPLES)
+@app.command(
+    epilog=with_examples(
+        ("test", "the official cases"),
+        ("test --case 32x8192 --case 4x1000x2", "these; the second with two queries a sequence"),
+        ("test --backend torch_bmm", "force an arm of submission.py"),
+        ("test --submission other.py", "judge any file with a custom_kernel"),
+        ("test --cases cases.txt --json test.json", "the platform's case file; keep the figures"),
+        after="[dim]strict[/dim] decides: errors against float64 attention over every token. "
+        "[dim]official[/dim] is what the leaderboard's check would have said; it forgives much.",
+    )
+)
 def test(
     case: CaseOption = None,
     cases: CasesOption = None,
@@ -388,8 +406,51 @@ def test(
     run.finish(test_table(run.results))
 
 
-def _timed(mode: str, chosen: list[TestCase], run: Run, repeats: int | None, seconds: float | None) -> None:
-    protocol = evaluator.PROTOCOLS[mode]
+def _old_result(path: Path, chosen: list[TestCase]) -> dict[str, Any]:
+    """The result to compare with; refused, before any work, if it is none or holds none of the chosen cases."""
+    try:
+        old = load_result(path)
+    except ResultError as error:
+        raise typer.BadParameter(str(error), param_hint="--compare") from error
+    labels = [case_label(one.args) for one in chosen]
+    if not set(labels) & set(timed_cases(old)):
+        raise typer.BadParameter(
+            f"expected a time of {', '.join(labels)} in {str(path)!r}, got {', '.join(timed_cases(old)) or 'none'}",
+            param_hint="--compare",
+        )
+    return old
+
+
+def _plot(run: Run, picture: Path, old: dict[str, Any] | None, old_name: str) -> None:
+    from bench.roofline import ROOF, draw
+
+    own, timed = run.submission.name, timed_cases(run.document())
+    if not timed:
+        run.console.print(f"no case was timed, so {picture} is not drawn", markup=False)
+        return
+    times_us = {
+        label: {"reader": case["reader_time"]["median_us"], own: case["time"]["median_us"]}
+        for label, case in timed.items()
+    }
+    styles: dict[str, dict[str, Any]] = {"reader": ROOF, own: {"color": "tab:red", "marker": "o"}}
+    if old is not None:
+        styles[old_name] = {"color": "tab:gray", "marker": "x"}
+        for label, case in timed_cases(old).items():
+            if label in times_us:
+                times_us[label][old_name] = case["time"]["median_us"]
+    run.write("--plot", partial(draw, picture, times_us, styles, run.environment))
+
+
+def _timed(
+    run: Run,
+    chosen: list[TestCase],
+    repeats: int | None,
+    seconds: float | None,
+    compare_with: Path | None,
+    picture: Path | None,
+) -> None:
+    old = None if compare_with is None else _old_result(compare_with, chosen)
+    protocol = evaluator.PROTOCOLS[run.mode]
     if repeats is not None:
         protocol = replace(protocol, max_repeats=repeats)
     warm = False
@@ -401,22 +462,44 @@ def _timed(mode: str, chosen: list[TestCase], run: Run, repeats: int | None, sec
             limit_s = CPU_SECONDS_PER_CASE
         bounded = protocol if limit_s is None else replace(protocol, max_wall_ns=limit_s * 1e9)
         if not warm:
-            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
+            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[run.mode])
             if not answer["good"]:
                 return answer
             warm = True
         return ask_worker("benchmark", args=one.args, protocol=bounded, full=True)
 
     run.ask_all(chosen, ask)
-    table, means = timing_table(mode, run.results)
-    run.finish(table, {"protocol": asdict(protocol), **means})
+    table, means = timing_table(run.mode, run.results, run.complete)
+    tables, extra = [table], {"protocol": asdict(protocol), **means}
+    old_name = "" if compare_with is None else compare_with.name
+    if old is not None:
+        comparison = compare(old, run.document())
+        tables.append(comparison_table(comparison, old_name))
+        extra["comparison"] = {"old": old_name, **asdict(comparison)}
+    if picture is not None:
+        _plot(run, picture, old, old_name)
+    run.finish(*tables, extra=extra)
 
 
-@app.command(epilog=EXAMPLES)
+COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not tell: it is that of the checks."
+
+
+@app.command(
+    epilog=with_examples(
+        ("benchmark", "the eight ranked shapes"),
+        ("benchmark --case 32x8192 --repeats 50", "one shape, 50 runs"),
+        ("benchmark --json old.json", "keep the numbers"),
+        ("benchmark --compare old.json", "after a change: which cases are faster?"),
+        ("benchmark --plot times.png", "time against the roof"),
+        after=COMPARING,
+    )
+)
 def benchmark(
     case: CaseOption = None,
     cases: CasesOption = None,
     json: JsonOption = None,
+    compare: CompareOption = None,
+    plot: PlotOption = None,
     backend: BackendOption = None,
     repeats: RepeatsOption = None,
     seconds: SecondsOption = None,
@@ -425,14 +508,24 @@ def benchmark(
 ) -> None:
     """Time each case: one checked call, then timed calls on the same input, each followed by the reader."""
     chosen = choose_cases("benchmark", case, cases)
-    _timed("benchmark", chosen, Run("benchmark", submission, backend, timeout, json), repeats, seconds)
+    _timed(Run("benchmark", submission, backend, timeout, json), chosen, repeats, seconds, compare, plot)
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(
+    epilog=with_examples(
+        ("leaderboard", "the eight ranked shapes, as the ranking times them"),
+        ("leaderboard --repeats 10", "at most ten new inputs a shape"),
+        ("leaderboard --json old.json", "keep the numbers"),
+        ("leaderboard --compare old.json", "after a change: which cases are faster?"),
+        after=COMPARING,
+    )
+)
 def leaderboard(
     case: CaseOption = None,
     cases: CasesOption = None,
     json: JsonOption = None,
+    compare: CompareOption = None,
+    plot: PlotOption = None,
     backend: BackendOption = None,
     repeats: RepeatsOption = None,
     seconds: SecondsOption = None,
@@ -441,59 +534,72 @@ def leaderboard(
 ) -> None:
     """Time each case as the ranking does: a new input for every call, every output checked."""
     chosen = choose_cases("leaderboard", case, cases)
-    _timed("leaderboard", chosen, Run("leaderboard", submission, backend, timeout, json), repeats, seconds)
+    _timed(Run("leaderboard", submission, backend, timeout, json), chosen, repeats, seconds, compare, plot)
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(
+    epilog=with_examples(
+        ("profile --case 64x8192", "one shape; its trace goes to traces/"),
+        ("profile --trace /tmp/traces", "the ranked shapes, traces elsewhere"),
+        ("profile --case 64x8192 --backend triton_fp8", "another arm of submission.py"),
+        after="A trace opens in chrome://tracing or https://ui.perfetto.dev.",
+    )
+)
 def profile(
     case: CaseOption = None,
     cases: CasesOption = None,
     json: JsonOption = None,
     backend: BackendOption = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            file_okay=False,
-            callback=_make_folder,
-            help="Folder for one browser-readable trace a case.",
-        ),
-    ] = None,
+        Path, typer.Option("--trace", file_okay=False, help="Folder for one browser-readable trace a case.")
+    ] = Path("traces"),
     submission: SubmissionOption = OWN_SUBMISSION,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Profile one warm call of each case: operations and kernels by their own time."""
+    """Profile one warm call of each case: kernels by device time, on a CPU operations by their own."""
     chosen = choose_cases("profile", case, cases)
+    try:
+        trace.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=trace).close()
+    except OSError as error:
+        raise typer.BadParameter(_no_place(trace, error), param_hint="--trace") from error
     run = Run("profile", submission, backend, timeout, json)
 
     def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
-        path = str(trace / f"{case_label(one.args)}.json") if trace is not None else None
-        return ask_worker("profile", args=one.args, trace=path, warm=True)
+        path = str(trace / f"{case_label(one.args)}_{one.args['seed']}.json")
+        answer = ask_worker("profile", args=one.args, trace=path, warm=True)
+        answer.pop("report", None)
+        return {**answer, "trace": path} if answer["good"] else answer
 
     run.ask_all(chosen, ask)
-    for result in run.results:
-        if "report" in result:
-            run.console.print(f"\n{result['case']}, arm {result['arm'] or '-'}", markup=False)
-            run.console.print(result["report"], markup=False, soft_wrap=True)
-    run.finish()
+    run.finish(*(profile_table(result, run.environment["on_gpu"]) for result in run.results if "times" in result))
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(
+    epilog=with_examples(
+        ("lint", "submission.py"),
+        ("lint --submission other.py", "another file"),
+    )
+)
 def lint(submission: SubmissionOption = OWN_SUBMISSION) -> None:
     """Hold the file to the leaderboard's rules and, where it is installed, to kernelguard; print how to submit it."""
     console = make_console()
     content = submission.read_bytes()
     failures = broken_rules(content)
-    verdict = kernelguard_verdict(content)
-    if verdict is None:
-        console.print("kernelguard: not installed, not asked; it comes with the extra `test`", markup=False)
-    else:
-        filtered, patterns = verdict
-        failures += [f"kernelguard: {pattern}" for pattern in patterns]
-        if filtered and not patterns:
-            failures.append("kernelguard: would filter the file")
+    try:
+        verdict = kernelguard_verdict(content)
+        if verdict is None:
+            console.print("kernelguard: not installed, not asked; it comes with the extra `test`", markup=False)
+        else:
+            filtered, patterns = verdict
+            failures += [f"kernelguard: {pattern}" for pattern in patterns]
+            if filtered and not patterns:
+                failures.append("kernelguard: would filter the file")
+    except RuntimeError as error:
+        failures.append(str(error))
     for failure in failures:
         console.print(f"FAIL {failure}", markup=False, soft_wrap=True)
     if failures:
         raise typer.Exit(EXIT_CHECK_FAILED)
-    console.print(f"{submission.name} keeps every rule; to submit it:\n{SUBMIT_COMMAND}", markup=False, soft_wrap=True)
+    commands = "\n".join(submit_command(os.path.relpath(submission), mode) for mode in ("test", "leaderboard"))
+    console.print(f"{submission.name} keeps every rule; to submit it:\n{commands}", markup=False, soft_wrap=True)

@@ -1,13 +1,14 @@
 """The leaderboard's rules for the submission file, as the platform and its client apply them.
 
 `broken_rules` needs only the file's bytes. `kernelguard_verdict` asks the PyPI package `kernelguard`, the platform's
-static pre-check.
+static pre-check. `submit_command` is what the client wants to hear.
 """
 
 import base64
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 import zlib
@@ -15,12 +16,17 @@ import zlib
 LEADERBOARD = "amd-mixed-mla"
 GPU = "MI355X"
 REQUIRED = {"leaderboard": LEADERBOARD, "gpu": GPU}
-SUBMIT_COMMAND = f"popcorn submit --no-tui --gpu {GPU} --leaderboard {LEADERBOARD} --mode leaderboard submission.py"
 
 MAX_BYTES = 1_000_000
 # The request travels as base64 of zlib in one field of 65,535 characters, of which the official files leave about this.
 MAX_PACKED_CHARS = 48_000
+KERNELGUARD_LIMIT_S = 120
 FORBIDDEN_WORD = "".join(("str", "eam"))
+
+
+def submit_command(path: str, mode: str = "leaderboard") -> str:
+    """The client's command line for the file at `path`."""
+    return f"popcorn submit --no-tui --gpu {GPU} --leaderboard {LEADERBOARD} --mode {mode} {shlex.quote(path)}"
 
 
 def packed_chars(content: bytes) -> int:
@@ -52,9 +58,12 @@ def _broken_header_rules(text: str) -> list[str]:
             )
         found.setdefault(directive[1].lower(), []).append(directive[2].strip())
     for name, value in REQUIRED.items():
-        values = found.get(name, [])
+        values = found.pop(name, [])
         if values != [value]:
             broken.append(f"header: expected '#!POPCORN {name} {value}' exactly once, got {values or 'none'}")
+    for name, values in found.items():
+        if len(values) > 1:
+            broken.append(f"header: expected '#!POPCORN {name}' at most once, got {values}")
     return broken
 
 
@@ -82,12 +91,15 @@ def kernelguard_verdict(content: bytes) -> tuple[bool, list[str]] | None:
     """
     if importlib.util.find_spec("kernelguard") is None:
         return None
-    done = subprocess.run(
-        [sys.executable, "-m", "kernelguard", "--api-mode"], input=content, capture_output=True, timeout=120
-    )
+    command = [sys.executable, "-m", "kernelguard", "--api-mode"]
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, timeout=KERNELGUARD_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"kernelguard: expected a verdict within {KERNELGUARD_LIMIT_S} s, got none") from error
     try:
         answer = json.loads(done.stdout)
         patterns = [f"{found['pattern']}: {found['evidence']}" for found in answer["matched_patterns"]]
         return answer["should_filter"], patterns
-    except (ValueError, KeyError) as error:
-        raise RuntimeError(f"kernelguard: expected a JSON verdict, got {done.stderr.decode()[-500:]!r}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        said = done.stderr.decode(errors="backslashreplace")[-500:]
+        raise RuntimeError(f"kernelguard: expected a JSON verdict, got {said!r}") from error

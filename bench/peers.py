@@ -25,7 +25,7 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, geometric_mean, make_console, progress_bar, time_summary
+from bench.cli import case_label, choose_cases, make_console, progress_bar, time_summary
 from bench.reader import Reader, cache_tensors
 from task import NUM_HEADS, QK_HEAD_DIM, V_HEAD_DIM
 
@@ -296,7 +296,7 @@ def summary_table(results: dict[str, list[dict[str, Any]]]) -> tuple[Table, dict
     for name in dict.fromkeys(name for by_name in medians.values() for name in by_name):
         cells = [f"{by_name[name]:.1f}" if name in by_name else "-" for by_name in medians.values()]
         if all(name in by_name for by_name in medians.values()):
-            means[name] = geometric_mean([by_name[name] for by_name in medians.values()])
+            means[name] = statistics.geometric_mean([by_name[name] for by_name in medians.values()])
         table.add_row(name, *cells, f"{means[name]:.1f}" if name in means else "-")
     return table, means
 

@@ -1,23 +1,25 @@
-"""Draws a result of `bench.peers`: time per shape of each kernel, against the reader of the same bytes.
+"""Draws times per shape against the reader of the same bytes, their roof.
 
-python -m bench.roofline docs/data/peers_h200.json docs/roofline_h200.png
+    python -m bench.roofline docs/data/peers_h200.json docs/roofline_h200.png
+
+draws a result of `bench.peers`; `eval.py benchmark --plot` draws its own. Needs the extra `plot`.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import typer
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
+FORMATS = tuple(FigureCanvasAgg.get_supported_filetypes())
+ROOF = {"color": "black", "linestyle": "-", "linewidth": 1.5}
 # In the order of the legend; the two readers are the roofs.
-STYLES: dict[str, dict[str, Any]] = {
-    "reader fp8": {"color": "black", "linestyle": "-", "linewidth": 1.5},
-    "reader bf16": {"color": "black", "linestyle": ":", "linewidth": 1.5},
+PEERS: dict[str, dict[str, Any]] = {
+    "reader fp8": ROOF,
+    "reader bf16": {**ROOF, "linestyle": ":"},
     "ours": {"color": "tab:red", "marker": "o", "linewidth": 2},
     "FlashAttention-3": {"color": "tab:blue", "marker": "s"},
     "triton_fp8": {"color": "tab:orange", "marker": "^"},
@@ -25,6 +27,39 @@ STYLES: dict[str, dict[str, Any]] = {
     "Triton grouped fp8": {"color": "tab:olive", "marker": "v"},
     "torch_bmm": {"color": "tab:gray", "marker": "x"},
 }
+
+
+def draw(
+    picture: Path,
+    times_us: dict[str, dict[str, float]],
+    styles: dict[str, dict[str, Any]],
+    environment: dict[str, str],
+    top: float | None = None,
+) -> None:
+    """Plot microseconds, and the same over the roof, of each case from left to right by the roof's own.
+
+    times_us: by case and name; a name that lacks a case has a gap there. styles: matplotlib's by name, in the order of
+    the legend, the first being the roof. top: the largest ratio to show; all if None.
+    """
+    roof = next(iter(styles))
+    cases = sorted(times_us, key=lambda case: times_us[case][roof])
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    absolute, relative = figure.subplots(1, 2)
+    for name, style in styles.items():
+        series = [times_us[case].get(name, math.nan) for case in cases]
+        absolute.plot(cases, series, label=name, **style)
+        relative.plot(cases, [t / times_us[case][roof] for t, case in zip(series, cases, strict=True)], **style)
+    absolute.set(yscale="log", ylabel="median time, microseconds", title="Time of one call, cold cache")
+    relative.set(ylabel=f"time / {roof}", title=f"Over its roof, the {roof}", ylim=(0.8, top))
+    for axes in (absolute, relative):
+        axes.set_xlabel("batch x cached tokens")
+        axes.tick_params(axis="x", rotation=30)
+        axes.grid(alpha=0.3)
+    absolute.legend(fontsize=8)
+    figure.suptitle(
+        f"{environment['device']}, torch {environment['torch']}, Triton {environment['triton']}", fontsize=9
+    )
+    figure.savefig(picture, dpi=110)
 
 
 def roofline(
@@ -36,27 +71,9 @@ def roofline(
     times_us = {case: {entry["name"]: entry["median_us"] for entry in rows} for case, rows in document["cases"].items()}
     if not times_us:
         raise typer.BadParameter(f"expected at least one case, got none in {result}", param_hint="RESULT")
-    cases = sorted(times_us, key=lambda case: times_us[case]["reader fp8"])
-    figure, (absolute, relative) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for name, style in STYLES.items():
-        if not all(name in times_us[case] for case in cases):
-            continue
-        absolute.plot(cases, [times_us[case][name] for case in cases], label=name, **style)
-        ratios = [times_us[case][name] / times_us[case]["reader fp8"] for case in cases]
-        relative.plot(cases, ratios, label=name, **style)
-    absolute.set(yscale="log", ylabel="median time, microseconds", title="Time of one call, cold cache")
-    relative.set(ylabel="times the fp8 reader", title="Against a reader of the fp8 cache", ylim=(0.8, 5.2))
-    for axes in (absolute, relative):
-        axes.set_xlabel("batch x cached tokens")
-        axes.tick_params(axis="x", rotation=30)
-        axes.grid(alpha=0.3)
-    absolute.legend(fontsize=8)
-    environment = document["environment"]
-    figure.suptitle(
-        f"{environment['device']}, torch {environment['torch']}, Triton {environment['triton']}", fontsize=9
-    )
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    present = {name for by_name in times_us.values() for name in by_name}
+    styles = {name: style for name, style in PEERS.items() if name in present}
+    draw(picture, times_us, styles, document["environment"], top=5.2)
 
 
 if __name__ == "__main__":

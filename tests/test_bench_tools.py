@@ -3,10 +3,10 @@
 import json
 import random
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import typer
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import reference
@@ -79,7 +79,7 @@ def test_roofline_draws_the_recorded_result(tmp_path):
     recorded = ROOT / "docs" / "data" / "peers_h200.json"
     result = RUNNER.invoke(app(roofline.roofline), [str(recorded), str(picture)])
     assert result.exit_code == 0, result.output
-    assert plt.imread(picture).shape[1] > 1000
+    assert imread(picture).shape[1] > 1000
     empty = tmp_path / "empty.json"
     empty.write_text(json.dumps({"cases": {}, "environment": {}}))
     assert RUNNER.invoke(app(roofline.roofline), [str(empty), str(picture)]).exit_code == 2

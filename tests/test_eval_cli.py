@@ -1,23 +1,29 @@
 """The person's side of eval.py: tables, JSON, broken submissions, limits and exit codes."""
 
+import contextlib
 import io
 import json
 import math
 import os
+import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import eval as evaluator
-from bench import cli
+from bench import cli, tables
+from bench.fuzz import InstantWorker
 from eval import Worker
 from task import BENCHMARKS, TESTS
 from tests.eval_stand_ins import EVERY_SECOND_TOKEN, EXACT, REPLAY, ROOT, ZEROS, case_line, run_person
@@ -292,27 +298,152 @@ def custom_kernel(data):
         assert not answer["good"] and re.fullmatch(message + r" \(other.py, line 7\)", answer["message"])
 
 
+# ---- a run that ends early ----
+
+
+STUCK = """
+import time
+exact = custom_kernel
+
+def custom_kernel(data):
+    open({trace!r}, "a").write("x")
+    return time.sleep(1000) if data[0].shape[0] == 2 else exact(data)
+"""
+
+
+def start(*args, **more):
+    env = {name: value for name, value in os.environ.items() if name != "POPCORN_FD"}
+    command = [sys.executable, str(ROOT / "eval.py"), *map(str, args)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def children(pid):
+    """Processes that `pid` or one of its threads started, as far as they still run."""
+    return [int(child) for path in Path("/proc").glob(f"{pid}/task/*/children") for child in path.read_text().split()]
+
+
+def wait_for(condition, seconds=120, pause_s=0.02):
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+    return met
+
+
 def test_ctrl_c_keeps_the_results_so_far(tmp_path):
-    stuck = EXACT + "\nimport time\nexact = custom_kernel\n\ndef custom_kernel(data):\n"
-    stuck += "    return time.sleep(1000) if data[0].shape[0] == 2 else exact(data)\n"
-    report = tmp_path / "report.json"
-    args = ["test", "--case", "1x1024", "--case", "2x1024", "--json", report]
-    trace = tmp_path / "called"
-    stuck = stuck.replace("    return time.sleep", f"    open({str(trace)!r}, 'a').write('x')\n    return time.sleep")
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "eval.py"), *map(str, args), "--submission", write(tmp_path, stuck)],
-        env={name: value for name, value in os.environ.items() if name != "POPCORN_FD"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (trace.exists() and len(trace.read_text()) == 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    trace, report = tmp_path / "called", tmp_path / "report.json"
+    submission = write(tmp_path, EXACT + STUCK.format(trace=str(trace)))
+    cases = ["--case", "1x1024", "--case", "2x1024", "--case", "3x1024"]
+    process = start("test", *cases, "--json", report, "--submission", submission)
+    assert wait_for(lambda: trace.exists() and len(trace.read_text()) == 2)
+    workers = children(process.pid)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "interrupted" in stdout and "Traceback" not in stderr
+    assert "│ 1x1024" in stdout and "stopped after 1 of 3 cases" in stdout and "Traceback" not in stderr
     result = json.loads(report.read_text())
-    assert [case["case"] for case in result["cases"]] == ["1x1024"] and not result["passed"]
+    assert [case["case"] for case in result["cases"]] == ["1x1024"]
+    assert result["complete"] is False and result["passed"] is False
+    assert workers and wait_for(lambda: not any(map(is_running, workers)), 10)
+
+
+def test_the_worker_ignores_ctrl_c_from_its_first_moment_on():
+    def workers():
+        return [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    process = start("test", "--case", "1x64")
+    (worker,) = wait_for(workers, pause_s=0)
+    os.kill(worker, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.01, 0.05, 0.2])
+def test_ctrl_c_in_a_terminal_while_the_worker_starts_leaves_no_traceback(delay_s):
+    process = start("test", "--case", "1x64", start_new_session=True)
+    assert wait_for(lambda: children(process.pid))
+    time.sleep(delay_s)
+    started = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "") and "stopped after 0 of 1 cases" in stdout
+    assert wait_for(lambda: not any(map(is_running, started)), 10)
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_traceback(tmp_path):
+    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    done = run_person("test", PYTHONPATH=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_reader_that_leaves_ends_the_run_with_the_results_so_far(tmp_path):
+    trace, report = tmp_path / "called", tmp_path / "report.json"
+    slow = "import time\nexact = custom_kernel\n\ndef custom_kernel(data):\n"
+    slow += f"    open({str(trace)!r}, 'a').write('x')\n    time.sleep(1)\n    return exact(data)\n"
+    cases = ["--case", "1x1024", "--case", "2x1024"]
+    process = start("test", *cases, "--json", report, "--submission", write(tmp_path, EXACT + slow))
+    assert wait_for(trace.exists)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == ""
+    result = json.loads(report.read_text())
+    assert [case["case"] for case in result["cases"]] == ["1x1024"] and result["complete"] is False
+    assert trace.read_text() == "x"
+
+
+@pytest.mark.parametrize("command", ["lint", "--help"])
+def test_short_commands_take_a_broken_pipe_calmly(command):
+    process = start(command)
+    process.stdout.close()
+    assert process.wait(timeout=60) in (1, 141) and process.stderr.read() == ""
+
+
+def test_a_killed_command_leaves_no_worker_and_no_traceback(tmp_path):
+    process = start("test", "--case", "1x64", stdin=subprocess.DEVNULL)
+    assert wait_for(lambda: process.stdout.readline().startswith("submission"))
+    workers = children(process.pid)
+    process.kill()
+    assert wait_for(lambda: not any(map(is_running, workers)), 30)
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_a_result_that_cannot_be_written_costs_the_exit_code_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "Worker", InstantWorker)
+    done = run_here("test", "--case", "2x64", "--json", "/dev/full")
+    assert done.exit_code == 1 and "not written, --json: " in done.stdout and "│ 2x64" in done.stdout
+
+
+# ---- what a terminal gets ----
+
+
+def in_a_terminal(*args, **env):
+    """All that the command writes to a terminal of 120 columns, and its exit code."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        clean = {name: value for name, value in os.environ.items() if name not in ("POPCORN_FD", "NO_COLOR")}
+        os.environ.clear()
+        os.environ.update(clean, TERM="xterm-256color", COLUMNS="120", **env)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "eval.py"), *args])
+    written = b""
+    with contextlib.suppress(OSError):  # how a terminal says that it ended
+        while chunk := os.read(terminal, 1 << 16):
+            written += chunk
+    os.close(terminal)
+    return written.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d)(?:;\d+)*m")
+
+
+def test_a_terminal_gets_a_progress_bar_and_colour_unless_it_asks_for_none():
+    written, code = in_a_terminal("test", "--case", "1x64")
+    assert code == 0 and "━" * 10 + "\x1b" in written and COLOUR.search(written)
+    written, code = in_a_terminal("test", "--case", "1x64", NO_COLOR="1")
+    assert code == 0 and "pass" in written and not COLOUR.search(written)
+
+
+def test_elsewhere_there_is_no_bar_whatever_forces_colour():
+    done = run_person("test", "--case", "1x64", FORCE_COLOR="1")
+    assert done.returncode == 0 and COLOUR.search(done.stdout) and "\x1b" not in done.stderr
 
 
 # ---- timed modes and profile ----
@@ -352,24 +483,88 @@ def as_text(table):
 
 def test_words_that_look_like_markup_are_shown_as_they_are():
     result = {"case": "1x1", "good": True, "arm": "[/red]", "kv": "[b]", "config": "[bold]x"}
-    assert all(word in as_text(cli.test_table([result])) for word in ("[/red]", "[b]", "[bold]x"))
-    assert all(word in as_text(cli.timing_table("benchmark", [result])[0]) for word in ("[/red]", "[bold]x"))
+    assert all(word in as_text(tables.test_table([result])) for word in ("[/red]", "[b]", "[bold]x"))
+    assert all(word in as_text(tables.timing_table("benchmark", [result])[0]) for word in ("[/red]", "[bold]x"))
 
 
 def test_a_time_below_the_readers_is_marked():
     def rendered(median_us):
         answer = {"case": "1x1", "good": True, "durations_ns": [1e3 * median_us] * 3, "reader_ns": [5e3] * 3}
-        return as_text(cli.timing_table("benchmark", [cli.add_derived({**answer, "kv_bytes": 1000})])[0])
+        return as_text(tables.timing_table("benchmark", [cli.add_derived({**answer, "kv_bytes": 1000})])[0])
 
     assert "500.0 !" in rendered(1.0) and "distrust" in rendered(1.0)
     assert "!" not in rendered(5.0) and "distrust" not in rendered(5.0)
 
 
 def test_profile_prints_operations_and_writes_a_trace(tmp_path):
-    done = run_here("profile", "--case", "1x256", "--trace", tmp_path / "traces")
+    traces, report = tmp_path / "traces", tmp_path / "report.json"
+    done = run_here("profile", "--case", "1x256", "--trace", traces, "--json", report)
     assert done.exit_code == 0, done.stdout + done.stderr
-    assert "Self CPU" in done.stdout
-    assert json.loads((tmp_path / "traces" / "1x256.json").read_text())["traceEvents"]
+    (case,) = json.loads(report.read_text())["cases"]
+    times = [time_us for _, _, time_us in case["times"]]
+    assert times == sorted(times, reverse=True) and len(times) > tables.PROFILE_ROWS
+    assert case["times"][0][0] in done.stdout and f"{len(times) - tables.PROFILE_ROWS} more" in done.stdout
+    assert case["trace"] == str(traces / "1x256_4220.json")
+    # The trace event format: a list of events, complete ones ("X") with a start and a duration in microseconds.
+    events = json.loads(Path(case["trace"]).read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {name for name, _, _ in case["times"]} <= {span["name"] for span in spans}
+    assert all(span["dur"] >= 0 and span["ts"] > 0 and "pid" in span and "tid" in span for span in spans)
+
+
+def test_a_gpus_profile_is_of_kernels_by_device_time(tmp_path, monkeypatch):
+    from torch.autograd import DeviceType
+
+    def averaged(key, device, self_us, device_us, is_user_annotation=False):
+        return types.SimpleNamespace(
+            key=key, count=2, device_type=device, self_cpu_time_total=self_us, self_device_time_total=device_us,
+            is_user_annotation=is_user_annotation,
+        )  # fmt: skip
+
+    class Averages(list):
+        def table(self, sort_by, row_limit):
+            return sort_by
+
+    class Profile(contextlib.nullcontext):
+        def __init__(self, activities):
+            super().__init__(self)
+            assert torch.profiler.ProfilerActivity.CUDA in activities
+
+        def export_chrome_trace(self, path):
+            Path(path).touch()
+
+        def key_averages(self):
+            return Averages([
+                averaged("aten::mm", DeviceType.CPU, 900, 30),
+                averaged("combine", DeviceType.CUDA, 0, 5),
+                averaged("decode", DeviceType.CUDA, 0, 30),
+                averaged("range", DeviceType.CUDA, 0, 40, is_user_annotation=True),
+            ])  # fmt: skip
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setitem(sys.modules, "submission", None)  # restores what the session puts there
+    session = evaluator._Session(write(tmp_path, EXACT), lambda done, total: None)
+    session._timer = types.SimpleNamespace(on_gpu=True, synchronize=lambda: None)
+    answer = session.profile(TINY, str(tmp_path / "trace.json"))
+    assert answer["times"] == [("decode", 2, 30), ("combine", 2, 5)] and answer["report"] == "self_device_time_total"
+    shown = as_text(tables.profile_table({"case": "1x1", "trace": "t.json", **answer}, on_gpu=True))
+    assert re.search(r"kernel, by device time ┃ calls", shown)
+    assert re.search(r"│ decode +│ +2 │ 30\.0 │ 85\.7 │\n│ combine +│ +2 │ +5\.0 │ 14\.3 │", shown)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires CUDA GPU")
+def test_profile_on_a_gpu_names_the_kernels(tmp_path):
+    report = tmp_path / "report.json"
+    done = run_here("profile", "--case", "4x1024", "--trace", tmp_path, "--json", report, "--backend", "triton_fp8")
+    assert done.exit_code == 0, done.output
+    (case,) = json.loads(report.read_text())["cases"]
+    names = [name for name, _, _ in case["times"]]
+    assert any("decode_fp8" in name for name in names) and not any(name.startswith("aten::") for name in names)
+    kernels = [
+        event["name"] for event in json.loads(Path(case["trace"]).read_text())["traceEvents"]
+        if event.get("cat") == "kernel"
+    ]  # fmt: skip
+    assert set(kernels) <= set(names)
 
 
 # ---- words and codes ----
@@ -390,6 +585,11 @@ def test_profile_prints_operations_and_writes_a_trace(tmp_path):
         (["profile", "--trace", "/proc/traces"], "--trace"),
         (["test", "--submission", "no_such_file.py"], "no_such_file.py"),
         (["benchmark", "--repeats", "0"], "--repeats"),
+        (["benchmark", "--seconds", "nan"], "--seconds"),
+        (["test", "--timeout", "nan"], "--timeout"),
+        (["test", "--case", "٣x1024"], "٣x1024"),
+        (["test", "--case", "2147483648x1"], "2147483647"),
+        (["test", "--case", "9" * 5000 + "x1"], "--case"),
         (["test", "--case", "4x1024", "--cases", "cases.txt"], "expected one of --case and --cases"),
     ],
 )
@@ -400,11 +600,31 @@ def test_wrong_usage_is_2(args, named):
 
 def test_lint_names_broken_rules_and_gives_the_submit_command(tmp_path):
     done = run_here("lint")
-    assert done.exit_code == 0 and "popcorn submit --no-tui --gpu MI355X" in done.stdout
+    assert done.exit_code == 0
+    for mode in ("test", "leaderboard"):
+        command = f"popcorn submit --no-tui --gpu MI355X --leaderboard amd-mixed-mla --mode {mode}"
+        assert f"\n{command} {os.path.relpath(ROOT / 'submission.py')}\n" in done.stdout
     done = run_here("lint", "--submission", write(tmp_path, EXACT))
     assert done.exit_code == 112 and "FAIL header: expected '#!POPCORN gpu MI355X'" in done.stdout
     done = run_here("lint", "--submission", write(tmp_path, REPLAY))
     assert done.exit_code == 112 and "FAIL kernelguard: " in done.stdout
+
+
+def test_lint_gives_the_command_for_the_file_it_was_given_and_a_reason_for_no_verdict(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    header = "".join(REPLAY.splitlines(keepends=True)[:2])
+    done = run_here("lint", "--submission", write(tmp_path, header, "my file.py"))
+    assert done.exit_code == 0 and done.stdout.endswith("--mode leaderboard 'my file.py'\n")
+
+    def no_verdict(content):
+        raise RuntimeError("kernelguard: expected a verdict")
+
+    monkeypatch.setattr(cli, "kernelguard_verdict", no_verdict)
+    done = run_here("lint", "--submission", "my file.py")
+    assert done.exit_code == 112 and done.stdout == "FAIL kernelguard: expected a verdict\n"
+    monkeypatch.setattr(cli, "kernelguard_verdict", lambda content: None)
+    done = run_here("lint", "--submission", "my file.py")
+    assert done.exit_code == 0 and "kernelguard: not installed, not asked" in done.stdout
 
 
 def test_case_file_by_hand(tmp_path):
@@ -437,12 +657,29 @@ def test_percentiles():
     assert cli.time_summary([7e3])["p80_us"] == 7
 
 
-def test_help_needs_no_torch_and_missing_extra_is_named():
-    code = "import sys; sys.modules['torch'] = None; import eval; eval.main([{!r}])"
+def test_every_command_teaches_by_examples_that_parse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.py").touch()
+    (tmp_path / "old.json").touch()
+    (tmp_path / "cases.txt").write_text(case_line())
+    group = typer.main.get_command(cli.app)
+    for name, command in {"": group, **group.commands}.items():
+        shown = run_here(*filter(None, [name]), "--help").stdout
+        examples = re.findall(r"python eval\.py (.+?) +(?:\[dim\])?#", command.epilog)
+        assert len(examples) >= 2
+        for example in examples:
+            words = shlex.split(example)
+            assert name in ("", words[0]) and " ".join(words[:3]) in shown
+            context = group.commands[words[0]].make_context(words[0], words[1:])
+            if words[0] != "lint":
+                assert cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+
+
+def test_the_parent_needs_no_torch_and_a_missing_extra_is_named():
+    code = "import sys; sys.modules['torch'] = None; import eval; from bench.cli import choose_cases; "
+    code += "choose_cases('test', None, None); eval.main(['--help'])"
     env = {name: value for name, value in os.environ.items() if name != "POPCORN_FD"}
-    done = subprocess.run(
-        [sys.executable, "-c", code.format("--help")], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "benchmark" in done.stdout
     code = "import sys; sys.modules['typer'] = None; import eval; sys.exit(eval.main(['test']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.file_rules import FORBIDDEN_WORD, MAX_PACKED_CHARS, broken_rules, kernelguard_verdict, packed_chars
+from bench import file_rules
+from bench.file_rules import (
+    FORBIDDEN_WORD,
+    MAX_PACKED_CHARS,
+    broken_rules,
+    kernelguard_verdict,
+    packed_chars,
+    submit_command,
+)
 from tests.eval_stand_ins import REPLAY
 
 SUBMISSION = Path(__file__).resolve().parents[1] / "submission.py"
@@ -42,6 +50,7 @@ BAD = {
     "no gpu": (GOOD.replace(b"#!POPCORN gpu MI355X\n", b""), "gpu MI355X"),
     "gpu in lower case": (GOOD.replace(b"MI355X", b"mi355x"), "gpu MI355X"),
     "two gpus in one line": (GOOD.replace(b"MI355X", b"MI355X MI300"), "gpu MI355X"),
+    "another directive twice": (GOOD.replace(b"\n\n", b"\n#!POPCORN x y\n#!POPCORN x z\n\n"), "x' at most once"),
     "gpu twice": (GOOD.replace(b"gpu MI355X\n", b"gpu MI355X\n#!POPCORN gpu MI355X\n"), "exactly once"),
     "upper-case directive": (GOOD.replace(b"gpu", b"GPU"), "lower-case name"),
     "upper-case leaderboard directive": (GOOD.replace(b"leaderboard", b"Leaderboard"), "lower-case name"),
@@ -68,6 +77,19 @@ def test_kernelguard_filters_replayed_output():
     filtered, patterns = kernelguard_verdict(REPLAY.encode())
     assert filtered and patterns
     assert broken_rules(REPLAY.encode()) == []
+
+
+@pytest.mark.parametrize("answer", ["print('no')", "import time\ntime.sleep(9)", "import os\nos.write(2, b'\\xff')"])
+def test_a_kernelguard_that_gives_no_verdict_is_an_error_with_a_reason(tmp_path, monkeypatch, answer):
+    (tmp_path / "kernelguard.py").write_text(answer)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(file_rules, "KERNELGUARD_LIMIT_S", 0.5)
+    with pytest.raises(RuntimeError, match="kernelguard: expected a"):
+        kernelguard_verdict(GOOD)
+
+
+def test_the_submit_command_quotes_the_files_name():
+    assert submit_command("my file.py").endswith(" --mode leaderboard 'my file.py'")
 
 
 def test_running_the_file_is_harmless(tmp_path):
