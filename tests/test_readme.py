@@ -39,6 +39,24 @@ def test_ci_runs_the_two_set_up_commands_word_for_word():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_ci_ends_with_what_was_skipped_and_why(tmp_path):
+    skipping = "import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n    pytest.skip('a & b')\n"
+    (tmp_path / "test_skipping.py").write_text(skipping)
+    (tmp_path / "skipped").write_text("not compared: x\n")
+    junit = ["--junitxml", tmp_path / "tests.xml", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    subprocess.run([sys.executable, "-m", "pytest", *junit, tmp_path], check=True, capture_output=True)
+    (function,) = re.findall(r"^skipped\(\) \{\n.*?^\}$", CI, re.DOTALL | re.MULTILINE)
+    script = f"set -euo pipefail\nwork={shlex.quote(str(tmp_path))}\n{function}\ntrap skipped EXIT\nexit 3\n"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout.splitlines() == [
+        "== skipped, and why",
+        "    3 tests: a & b",
+        "    3 tests in all",
+        "not compared: x",
+    ]
+
+
 def test_set_up_commands_install_what_the_project_declares():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for line in SET_UP:
