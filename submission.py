@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,10 +50,8 @@ def _uncalled(fn):
 try:
     import triton
     import triton.language as tl
-
-    _jit = triton.jit
 except ImportError:
-    triton, _jit = None, _uncalled
+    triton = None
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
@@ -69,9 +67,15 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    _gluon_jit, _gluon_constexpr = gluon.jit, gluon.constexpr_function
+    _gluon_constexpr = gluon.constexpr_function
 except ImportError:
-    gluon, _gluon_jit, _gluon_constexpr, _gluon_builtin = None, _uncalled, _uncalled, _uncalled
+    gluon, _gluon_constexpr, _gluon_builtin = None, _uncalled, _uncalled
+if TYPE_CHECKING:  # which leaves kernels alone: they are not Python
+    from typing import no_type_check as _gluon_jit
+    from typing import no_type_check as _jit
+else:
+    _jit = triton.jit if triton else _uncalled
+    _gluon_jit = gluon.jit if gluon else _uncalled
 
 H_Q = 16  # query heads
 D_V = 512  # value dims: the latent part of a cache row
@@ -1352,7 +1356,7 @@ def _tickets(problem: Problem) -> torch.Tensor:
 
 
 def _split_k(
-    data: tuple, plan: Plan, kernel: Callable, cache: tuple, strides: tuple, kv_scale: torch.Tensor | None = None,
+    data: tuple, plan: Plan, kernel: Any, cache: tuple, strides: tuple, kv_scale: torch.Tensor | None = None,
     merges: bool = False, dependent: bool = False, **options,
 ) -> torch.Tensor:  # fmt: skip
     """One launch of a decode `kernel`, and one of the combine where partials are left.
@@ -1366,7 +1370,8 @@ def _split_k(
     dtype = torch.float32 if kv_scale is None else torch.float16
     out = _output(problem)
     part, lse = _partials(problem, splits, dtype) if splits > 1 else (out, out)
-    grid, ticket = (splits, problem.total_q), ()
+    grid: tuple = (splits, problem.total_q)
+    ticket: tuple = ()
     one_launch = merges and plan.config.one_launch and splits > 1
     if merges:
         grid, ticket = grid[::-1], (_tickets(problem) if one_launch else kv_indptr,)
@@ -1405,7 +1410,7 @@ def _launch_combine(
 
 def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
-    options = {"BLOCK_N": plan.config.block_n, "num_warps": plan.config.num_warps}
+    options: dict[str, Any] = {"BLOCK_N": plan.config.block_n, "num_warps": plan.config.num_warps}
     return _split_k(data, plan, _decode_fp8, (kv, kv_scale), (kv.stride(0),), kv_scale, **options)
 
 

@@ -303,7 +303,7 @@ BAD_ARGUMENTS = {
         ValueError,
         "qo_indptr: expected steps of 1 to 1, got 0 at 0",
     ),
-    "config is a tensor": ((*GOOD[:4], torch.tensor(1.0)), TypeError, "config: expected a dict, got Tensor"),
+    "config is an array": ((*GOOD[:4], np.ones(3)), TypeError, "config: expected a dict, got ndarray"),
     "config lacks sm_scale": ((*GOOD[:4], without(CONFIG, "sm_scale")), KeyError, r"config\['sm_scale'\]"),
     "config batch_size": (edit(GOOD, config={"batch_size": 3}), ValueError, "q: expected shape"),
     "config batch_size 0": (edit(GOOD, config={"batch_size": 0}), ValueError, "expected an int >= 1, got 0"),
