@@ -13,11 +13,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import reference
+from bench.cli import make_console, tracked
 from reference import FP8_DTYPE, MXFP4_BLOCK, StrictReport, generate_input, strict_check
 from task import KV_LORA_RANK, QK_HEAD_DIM, V_HEAD_DIM, input_t
 
@@ -221,12 +220,12 @@ def main(
     kv: Annotated[list[int] | None, typer.Option(min=1, help="Cached tokens; repeatable.")] = None,
 ) -> None:
     """Run correct and wrong kernels over many inputs; exit with 1 if a correct one fails or a wrong one passes."""
-    console = Console()
+    console = make_console()
     console.print(_rounding_table())
     wrong_verdicts = 0
     for s_kv in kv or (1024, 8192):
         correct, wrong = defaultdict(list), defaultdict(list)
-        for seed in track(range(seeds), f"kv {s_kv}", console=console, transient=True):
+        for seed in tracked(range(seeds), f"kv {s_kv}"):
             data = generate_input(batch, 1, s_kv, seed)
             for kernel in KERNELS:
                 correct[kernel.name].append(strict_check(data, emulate(data, kernel)))

@@ -5,16 +5,17 @@ import io
 import json
 import math
 import os
+import random
 import re
 import select
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -29,6 +30,9 @@ from eval import EXIT_BAD_CASE_FILE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED, CaseFi
 
 if TYPE_CHECKING:
     from task import TestSpec
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 EXIT_UNWRITTEN = 1
 EXIT_BROKEN_PIPE = 141
@@ -239,6 +243,29 @@ def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, Any]]
     hidden = not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
         yield progress, progress.add_task(description, total=total)
+
+
+def tracked(items: Sequence[T], description: str) -> Iterator[T]:
+    """The items one by one, with a `progress_bar`."""
+    with progress_bar(description, len(items)) as (bar, task):
+        for item in items:
+            yield item
+            bar.advance(task)
+
+
+def time_interleaved(
+    calls: Mapping[K, Callable[[], Any]], repeats: int, timer: evaluator.ColdTimer, description: str
+) -> dict[K, list[float]]:
+    """Nanoseconds of `repeats` cold runs of each call, in rounds of all of them.
+
+    A round is in random order: in a fixed one a call's place costs or saves up to 0.6 us (docs/results.md).
+    """
+    durations_ns: dict[K, list[float]] = {name: [] for name in calls}
+    shuffled = random.Random(0)
+    for _ in tracked(range(repeats), description):
+        for name in shuffled.sample(list(calls), len(calls)):
+            durations_ns[name].append(timer.time_ns(calls[name])[0])
+    return durations_ns
 
 
 def time_summary(durations_ns: list[float]) -> dict[str, float]:

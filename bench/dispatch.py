@@ -7,7 +7,6 @@ itself reports it.
 """
 
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -15,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
 import eval as evaluator
 import reference
-from bench.cli import case_label, choose_cases, make_console, progress_bar, write_results
+from bench.cli import case_label, choose_cases, make_console, time_interleaved, write_results
 
 
 def dispatch(
@@ -37,33 +35,19 @@ def dispatch(
     console = make_console()
     timer = evaluator.ColdTimer()
     results: list[dict[str, Any]] = []
-    cases = choose_cases("benchmark", case, None)
-    with progress_bar("dispatch", len(cases)) as (progress, task):
-        for one in cases:
-            data = reference.generate_input(**one.args)
-            if data[0].is_cuda:
-                torch.cuda.synchronize()
-            start_s = time.perf_counter()
-            submission.custom_kernel(data)
-            if data[0].is_cuda:
-                torch.cuda.synchronize()
-            first_s = time.perf_counter() - start_s
-            selection, plan = submission.last_run(), submission._last
-            assert selection and plan
-            calls = {
-                "custom_kernel_us": partial(submission.custom_kernel, data),
-                "arm_us": partial(plan.run, data),
-            }
-            times_us: dict[str, list[float]] = {name: [] for name in calls}
-            shuffled = random.Random(0)
-            for _ in range(repeats):
-                # In a fixed pattern a call keeps a place that costs or saves up to 0.6 us (docs/results.md).
-                for name in shuffled.sample(list(calls), len(calls)):
-                    time_ns, _ = timer.time_ns(calls[name])
-                    times_us[name].append(time_ns / 1e3)
-            medians = {name: statistics.median(values) for name, values in times_us.items()}
-            results.append({"case": case_label(one.args), "arm": selection.arm, "first_call_s": first_s, **medians})
-            progress.advance(task)
+    for one in choose_cases("benchmark", case, None):
+        data = reference.generate_input(**one.args)
+        timer.synchronize()
+        start_s = time.perf_counter()
+        submission.custom_kernel(data)
+        timer.synchronize()
+        first_s = time.perf_counter() - start_s
+        selection, plan = submission.last_run(), submission._last
+        assert selection and plan
+        calls = {"custom_kernel_us": partial(submission.custom_kernel, data), "arm_us": partial(plan.run, data)}
+        durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
+        medians = {name: statistics.median(values) / 1e3 for name, values in durations_ns.items()}
+        results.append({"case": case_label(one.args), "arm": selection.arm, "first_call_s": first_s, **medians})
     table = Table(title="First call, and later calls in microseconds", title_justify="left")
     for name in ("case", "arm", "first call, s", "custom_kernel", "arm alone", "ratio"):
         table.add_column(name)

@@ -14,12 +14,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import track
 from rich.table import Table
 
 import reference
 from bench.check_bounds import KERNELS, emulate
-from bench.cli import make_console
+from bench.cli import make_console, tracked
 from submission import ATOL, MIN_SHARE_WITHIN, MXFP4_MIN_BATCH, MXFP4_MIN_KV_LEN, RTOL
 from task import input_t
 
@@ -54,10 +53,7 @@ def main(
     """Tabulate the shares; exit with 1 if `select_config` offers mxfp4 where the exact cache falls short."""
     console, short = make_console(), False
     for s_kv in kv or (1024, 8192):
-        drawn = [
-            shares(reference.generate_input(1, 1, s_kv, seed))
-            for seed in track(range(sequences), f"kv {s_kv}", console=console, transient=True)
-        ]
+        drawn = [shares(reference.generate_input(1, 1, s_kv, seed)) for seed in tracked(range(sequences), f"kv {s_kv}")]
         table = Table(
             "", "mean", "deviation", "least", title=f"{s_kv} tokens, {sequences} sequences: share in tolerance"
         )

@@ -9,10 +9,9 @@ call is timed whole. Our arms must pass the strict check; a peer's error against
 
 import json
 import os
-import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, make_console, progress_bar, time_summary
+from bench.cli import case_label, choose_cases, make_console, time_interleaved, time_summary
 from bench.reader import Reader, cache_tensors
 from task import NUM_HEADS, QK_HEAD_DIM, V_HEAD_DIM
 
@@ -175,7 +174,6 @@ class Entry:
     config: str = ""
     error: float | None = None
     strict: str | None = None
-    durations_ns: list[float] = field(default_factory=list)
 
 
 def fa3_entry(data: tuple) -> Entry | None:
@@ -245,15 +243,8 @@ def measure(data: tuple, arms: list[str], repeats: int, timer: evaluator.ColdTim
     readers = {kv: Reader(cache_tensors(data, kv), timer) for kv in dict.fromkeys(entry.kv for entry in entries)}
     roofs = {kv: Entry(f"reader {kv}", kv, reader, str(reader.config)) for kv, reader in readers.items()}
     everyone = [*entries, *roofs.values()]
-    with progress_bar(label, repeats) as (progress, task):
-        shuffled = random.Random(0)
-        for _ in range(repeats):
-            # In a fixed order the place in it tells: up to 0.6 us (docs/results.md).
-            for entry in shuffled.sample(everyone, len(everyone)):
-                entry.durations_ns.append(timer.time_ns(entry.call)[0])
-            progress.advance(task)
-
-    times = {entry.name: time_summary(entry.durations_ns) for entry in everyone}
+    durations_ns = time_interleaved({entry.name: entry.call for entry in everyone}, repeats, timer, label)
+    times = {name: time_summary(values) for name, values in durations_ns.items()}
     rows = []
     for entry in everyone:
         median_us = times[entry.name]["median_us"]

@@ -17,7 +17,7 @@ import typer
 
 import reference
 import submission
-from bench.cli import make_console, progress_bar
+from bench.cli import make_console, tracked
 from task import NUM_HEADS, QK_HEAD_DIM
 
 MAX_BATCH, MAX_KV, MAX_Q = 300, 9000, 4
@@ -68,23 +68,21 @@ def random_shapes(
     failures, worst = 0, 0.0
     arms: Counter[str] = Counter()
     start_s = time.monotonic()
-    with progress_bar("random shapes", count) as (progress, task):
-        for _ in range(count):
-            lengths, s_q = draw_lengths(rng), rng.randint(1, MAX_Q)
-            data = make_case(pool, lengths, s_q, rng)
-            output = submission.custom_kernel(data)
-            selection = submission.last_run()
-            assert selection
-            expected = reference.oracle(data, selection.kv)
-            arms[selection.arm] += 1
-            norm = expected.norm().item() or 1.0
-            error = (output.double() - expected).norm().item() / norm
-            worst = max(worst, error)
-            if not error <= max_error:
-                failures += 1
-                shape = f"batch {len(lengths)}, longest {max(lengths)}, {s_q} queries, {sum(lengths)} tokens"
-                console.print(f"FAIL {shape}: error {error:.2e} with {selection.arm} {selection.config}")
-            progress.advance(task)
+    for _ in tracked(range(count), "random shapes"):
+        lengths, s_q = draw_lengths(rng), rng.randint(1, MAX_Q)
+        data = make_case(pool, lengths, s_q, rng)
+        output = submission.custom_kernel(data)
+        selection = submission.last_run()
+        assert selection
+        expected = reference.oracle(data, selection.kv)
+        arms[selection.arm] += 1
+        norm = expected.norm().item() or 1.0
+        error = (output.double() - expected).norm().item() / norm
+        worst = max(worst, error)
+        if not error <= max_error:
+            failures += 1
+            shape = f"batch {len(lengths)}, longest {max(lengths)}, {s_q} queries, {sum(lengths)} tokens"
+            console.print(f"FAIL {shape}: error {error:.2e} with {selection.arm} {selection.config}")
     took_s = time.monotonic() - start_s
     console.print(f"{count} shapes in {took_s:.0f} s: {failures} failures, worst error {worst:.2e}, arms {dict(arms)}")
     raise typer.Exit(1 if failures else 0)

@@ -10,7 +10,6 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
-import random
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, make_console, progress_bar, write_results
+from bench.cli import case_label, choose_cases, make_console, time_interleaved, write_results
 from bench.reader import Reader, cache_tensors
 from submission import Config
 
@@ -117,15 +116,8 @@ def sweep(
             plan = submission.bind(problem, config)
             errors[config] = sample_error(data, plan.run(data))
             calls[config] = lambda plan=plan, data=data: plan.run(data)
-        times: dict[Config | None, list[float]] = {config: [] for config in calls}
-        with progress_bar(case_label(one.args), repeats) as (progress, task):
-            shuffled = random.Random(0)
-            for _ in range(repeats):
-                # In a fixed order the place in it tells: up to 0.6 us (docs/results.md).
-                for timed in shuffled.sample(list(calls), len(calls)):
-                    times[timed].append(timer.time_ns(calls[timed])[0] / 1e3)
-                progress.advance(task)
-        medians = {config: statistics.median(values) for config, values in times.items()}
+        durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
+        medians = {config: statistics.median(values) / 1e3 for config, values in durations_ns.items()}
         table = Table(title=f"{case_label(one.args)}: reader {medians[None]:.1f} us", title_justify="left")
         for name in ("configuration", "median us", "of the reader", "error"):
             table.add_column(name)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import reference
 import submission
 from bench import dispatch, random_shapes, roofline, sweep
+from bench.cli import time_interleaved
 from task import BENCHMARKS
 from tests.eval_stand_ins import ROOT
 
@@ -62,6 +64,22 @@ def test_random_shapes_are_valid_arguments(monkeypatch):
             submission.check_arguments(random_shapes.make_case(pool, lengths, s_q, rng))
             seen.add((len(lengths) > 8, len(set(lengths)) > 1))
     assert len(seen) == 4, "small and large batches, equal and ragged"
+
+
+def test_interleaved_calls_are_timed_in_rounds_of_random_order():
+    order = []
+
+    class Timer:
+        def time_ns(self, call):
+            order.append(call())
+            return float(len(order)), None
+
+    calls = {name: partial(str, name) for name in "abc"}
+    durations_ns = time_interleaved(calls, 20, Timer(), "test")
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 60, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(rounds)) > 3
+    assert all(order[int(time_ns) - 1] == name for name, times in durations_ns.items() for time_ns in times)
+    assert [len(times) for times in durations_ns.values()] == [20] * 3
 
 
 def test_dispatch_reports_first_and_later_calls(tmp_path, monkeypatch):
