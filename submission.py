@@ -1196,28 +1196,26 @@ def check_arguments(data: Any) -> None:
     _expect(ok, "config['sm_scale']", "a float > 0", repr(scale))
 
     b, s_q, s_kv = (config[key] for key in SIZES)
-    bf16 = kv_data["bf16"]
     for key in ("fp8", "mxfp4"):
         _check_tuple(f"kv_data[{key!r}]", kv_data[key], "values", "scales")
-    (fp8, fp8_scale), (mxfp4, mxfp4_scale) = kv_data["fp8"], kv_data["mxfp4"]
-    _check_tensor("q", q, (torch.bfloat16,), (b * s_q, H_Q, D_QK))
+    bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[key] for key in CACHE_NAMES)
+    _check_tensor("q", q, (b * s_q, H_Q, D_QK), torch.bfloat16)
     _expect(q.device.type != "meta", "q", "a tensor that holds values", "one on the meta device")
     check = partial(_check_tensor, device=q.device)
-    check("kv_data['bf16']", bf16, (torch.bfloat16,), (None, 1, D_QK))
+    check("kv_data['bf16']", bf16, (None, 1, D_QK), torch.bfloat16)
     total_kv = bf16.shape[0]
     _expect(total_kv <= b * s_kv, "config['kv_seq_len']", f"at least the mean of {total_kv} tokens / {b}", s_kv)
-    check("kv_data['fp8'][0]", fp8, (torch.float8_e4m3fn,), (total_kv, 1, D_QK))
-    check("kv_data['fp8'][1]", fp8_scale, (torch.float32,), (1,) * getattr(fp8_scale, "ndim", 1))
-    # Torch before 2.8 has no dtype for E2M1.
-    check("kv_data['mxfp4'][0]", mxfp4, (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8)),
-          (total_kv, 1, D_QK // 2))  # fmt: skip
-    check("kv_data['mxfp4'][1]", mxfp4_scale, (torch.uint8, torch.float8_e8m0fnu), (total_kv, D_QK // 32), padded=True)
-    for name, indptr, total, least, most in (
+    check("kv_data['fp8'][0]", fp8, (total_kv, 1, D_QK), torch.float8_e4m3fn)
+    check("kv_data['fp8'][1]", fp8_scale, (1,) * getattr(fp8_scale, "ndim", 1), torch.float32)
+    e2m1 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)  # torch before 2.8 lacks it
+    check("kv_data['mxfp4'][0]", mxfp4, (total_kv, 1, D_QK // 2), torch.uint8, e2m1)
+    check("kv_data['mxfp4'][1]", mxfp4_scale, (total_kv, D_QK // 32), torch.uint8, torch.float8_e8m0fnu, padded=True)
+    for name, x, total, least, most in (
         ("qo_indptr", qo_indptr, b * s_q, s_q, s_q), ("kv_indptr", kv_indptr, total_kv, 0, s_kv)
     ):  # fmt: skip
-        check(name, indptr, (torch.int32,), (b + 1,))
+        check(name, x, (b + 1,), torch.int32)
         if q.device.type == "cpu":
-            _check_indptr(name, indptr.tolist(), total, least, most)
+            _check_indptr(name, x.tolist(), total, least, most)
 
 
 def _check_tuple(name: str, value: Any, *items: str) -> None:
@@ -1227,18 +1225,15 @@ def _check_tuple(name: str, value: Any, *items: str) -> None:
 
 
 def _check_tensor(
-    name: str,
-    x: Any,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int | None, ...],
-    device: torch.device | None = None,
+    name: str, x: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, device: torch.device | None = None,
     padded: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """`shape`: None is any size; the sizes are the least when `padded`."""
     _expect(isinstance(x, torch.Tensor), name, "a torch.Tensor", type(x).__name__, TypeError)
     _expect(x.dtype in dtypes, name, f"dtype {' or '.join(map(str, dtypes))}", x.dtype, TypeError)
     _expect(device in (None, x.device), name, f"device {device} (that of q)", x.device)
-    _expect(x.layout is torch.strided and not x.is_nested, name, "a dense tensor", f"{x.layout} or a nested one")
+    layout = "a nested one" if x.is_nested else x.layout
+    _expect(layout is torch.strided, name, "a dense tensor", layout)
     fits = (size is None or n == size or (padded and n > size) for n, size in zip(x.shape, shape, strict=False))
     expected = f"shape {'of at least ' if padded else ''}{shape} from config and the bf16 cache"
     _expect(x.dim() == len(shape) and all(fits), name, expected, tuple(x.shape))
