@@ -49,7 +49,8 @@ EXIT_CODES = (
 
 def with_examples(*examples: tuple[str, str], after: str = "") -> str:
     """An epilog of commands and what they are for; blank lines keep each on a line of its own."""
-    lines = [f"  python eval.py {command}  [dim]# {purpose}[/dim]" for command, purpose in examples]
+    width = max(len(command) for command, _ in examples)
+    lines = [f"  python eval.py {command:{width}}  [dim]# {purpose}[/dim]" for command, purpose in examples]
     return "\n\n".join(["Examples:", *lines, *filter(None, [after]), EXIT_CODES])
 
 
@@ -61,7 +62,7 @@ app = typer.Typer(
     help="Judge an MLA decode submission: strictly against a float64 oracle, and in time against a plain reader.",
     epilog=with_examples(
         ("test", "is submission.py right?"),
-        ("test --case 32x8192", "batch 32, 8192 cached tokens each"),
+        ("test --case 32x8192", "batch 32, 8192 tokens each"),
         ("test --submission other.py", "is that file right?"),
         ("benchmark --json old.json", "how fast? keep the numbers"),
         ("benchmark --compare old.json", "after a change: faster?"),
@@ -168,8 +169,8 @@ DEFAULT_TIMEOUT_S = 900.0
 
 def case_label(args: Mapping[str, Any]) -> str:
     """`32x8192`, with `x2` appended for two queries a sequence."""
-    sizes = [args.get(name, "?") for name in ("batchsize", "kvseqlen", "qseqlen")]
-    return "x".join(str(size) for size in (sizes if sizes[2] != 1 else sizes[:2]))
+    more = "" if args["qseqlen"] == 1 else f"x{args['qseqlen']}"
+    return f"{args['batchsize']}x{args['kvseqlen']}{more}"
 
 
 def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
@@ -376,7 +377,7 @@ class Run:
         if self._json_path is not None:
             text = json.dumps(_finite({**self.document(), **(extra or {})}), indent=2) + "\n"
             self.write("--json", partial(self._json_path.write_text, text, encoding="utf-8"))
-        for table in tables:
+        for table in tables if self.results else ():
             self.console.print(table)
         failed = [result for result in self.results if not result["good"]]
         for result in failed:
@@ -410,10 +411,10 @@ def write_results(path: Path, timer: evaluator.ColdTimer, results: list[dict[str
 @app.command(
     epilog=with_examples(
         ("test", "the official cases"),
-        ("test --case 32x8192 --case 4x1000x2", "these; the second with two queries a sequence"),
-        ("test --backend torch_bmm", "force an arm of submission.py"),
-        ("test --submission other.py", "judge any file with a custom_kernel"),
-        ("test --cases cases.txt --json test.json", "the platform's case file; keep the figures"),
+        ("test --case 32x8192 --case 4x1000x2", "x2: two queries"),
+        ("test --backend torch_bmm", "force an arm"),
+        ("test --submission other.py", "judge another file"),
+        ("test --cases cases.txt --json out.json", "keep the figures"),
         after="[dim]strict[/dim] decides: errors against float64 attention over every token. "
         "[dim]official[/dim] is what the leaderboard's check would have said; it forgives much.",
     )
@@ -513,11 +514,11 @@ COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not t
 
 @app.command(
     epilog=with_examples(
-        ("benchmark", "the eight ranked shapes"),
-        ("benchmark --case 32x8192 --repeats 50", "one shape, 50 runs"),
+        ("benchmark", "the ranked shapes"),
+        ("benchmark --case 32x8192 --repeats 50", "one, 50 runs"),
         ("benchmark --json old.json", "keep the numbers"),
-        ("benchmark --compare old.json", "after a change: which cases are faster?"),
-        ("benchmark --plot times.png", "time against the roof"),
+        ("benchmark --compare old.json", "is it faster now?"),
+        ("benchmark --plot times.png", "with the roof"),
         after=COMPARING,
     )
 )
@@ -540,10 +541,10 @@ def benchmark(
 
 @app.command(
     epilog=with_examples(
-        ("leaderboard", "the eight ranked shapes, as the ranking times them"),
-        ("leaderboard --repeats 10", "at most ten new inputs a shape"),
+        ("leaderboard", "timed as in the ranking"),
+        ("leaderboard --repeats 10", "ten new inputs a shape"),
         ("leaderboard --json old.json", "keep the numbers"),
-        ("leaderboard --compare old.json", "after a change: which cases are faster?"),
+        ("leaderboard --compare old.json", "is it faster now?"),
         after=COMPARING,
     )
 )
@@ -566,9 +567,9 @@ def leaderboard(
 
 @app.command(
     epilog=with_examples(
-        ("profile --case 64x8192", "one shape; its trace goes to traces/"),
-        ("profile --trace /tmp/traces", "the ranked shapes, traces elsewhere"),
-        ("profile --case 64x8192 --backend triton_fp8", "another arm of submission.py"),
+        ("profile --case 64x8192", "trace in traces/"),
+        ("profile --trace /tmp/traces", "the eight ranked shapes"),
+        ("profile --backend torch_bmm", "another arm"),
         after="A trace opens in chrome://tracing or https://ui.perfetto.dev.",
     )
 )
@@ -604,7 +605,7 @@ def profile(
 
 @app.command(
     epilog=with_examples(
-        ("lint", "submission.py"),
+        ("lint", "is submission.py in order?"),
         ("lint --submission other.py", "another file"),
     )
 )

@@ -6,6 +6,7 @@ prints busy CUs, the most tokens on one CU and the most items of one sequence; n
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
@@ -98,7 +99,7 @@ def summary(schedule: AiterSchedule) -> tuple[int, int, int]:
     return sum(x > 0 for x in tokens), max(tokens), max(Counter(item[0] for item in schedule.work_info_set).values())
 
 
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[[int, int], AiterSchedule]] = {
     "AITER intra-batch": intra_batch_schedule,
     "AITER fast": fast_schedule,
     "own, tile 32": lambda batch, kv_len: build_schedule(batch, kv_len, NUM_CU, 32),
