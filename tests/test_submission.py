@@ -223,7 +223,7 @@ BAD_ARGUMENTS = {
     "q wants a gradient": (edit(GOOD, q=Q.clone().requires_grad_()), ValueError, "q: expected no gradient"),
     "q on the meta device": (edit(GOOD, q=Q.to("meta")), ValueError, "q: expected a tensor that holds values"),
     "q sparse": (edit(GOOD, q=Q.to_sparse()), ValueError, "q: expected a dense tensor, got torch.sparse_coo"),
-    "q nested": (edit(GOOD, q=torch.nested.nested_tensor([*Q])), ValueError, "q: expected a dense tensor, got a nested"),
+    "q nested": (edit(GOOD, q=torch.nested.nested_tensor([*Q])), ValueError, "expected a dense tensor, got a nested"),
     "q without a dimension": (edit(GOOD, q=Q[0, 0, 0]), ValueError, r"q: expected shape .* got \(\)"),
     "kv_data is a list": (edit(GOOD) [:1] + ([],) + GOOD[2:], TypeError, "kv_data: expected a dict, got list"),
     "no fp8": ((Q, without(KV, "fp8"), QO, KVI, CONFIG), KeyError, r"kv_data\['fp8'\]: expected the key to be there"),
