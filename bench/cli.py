@@ -241,8 +241,8 @@ def nobody_reads() -> bool:
 def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, Any]]:
     """A bar on standard error, shown on a terminal only, whatever FORCE_COLOR says."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    hidden = not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as progress:
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    with progress if sys.stderr.isatty() else contextlib.nullcontext():  # one that is not started prints nothing
         yield progress, progress.add_task(description, total=total)
 
 
