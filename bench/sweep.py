@@ -32,13 +32,14 @@ CHECKED_SEQUENCES = 4
 
 
 def hopper_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Config]:
-    """Splits that give each program a tile and the machine at most two rounds of programs, at two programs an SM."""
+    """Splits that give each program a tile and the machine at most two rounds of programs, and those of the model."""
     tiles = -(-kv_seq_len // 64)
     splits = [s for s in SPLITS if s == 1 or s <= tiles and batch_size * s <= 4 * num_cu]
     splits = [s for s in splits if batch_size * s >= num_cu // 4] or splits[-1:]
+    modelled = submission.choose_splits(batch_size, kv_seq_len, 64, num_cu, 2)
     return [
         Config("hopper_fp8", splits=s, one_launch=one_launch, programs_per_cu=2)
-        for s, one_launch in itertools.product(splits, (False, True))
+        for s, one_launch in itertools.product(sorted({*splits, modelled}), (False, True))
         if not (one_launch and (s == 1 or s > 16))
     ]
 
