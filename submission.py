@@ -37,7 +37,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -1166,6 +1167,7 @@ DIMENSIONS = {
     "v_head_dim": D_V,
 }  # fmt: skip
 CONFIG_KEYS = (*SIZES, "sm_scale", *DIMENSIONS)
+_config_values = itemgetter(*CONFIG_KEYS)
 
 
 def _expect(ok: bool, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
@@ -1245,7 +1247,7 @@ def _check_tensor(
 def _check_indptr(name: str, indptr: list[int], total: int, least: int, most: int) -> None:
     ends = (indptr[0], indptr[-1])
     _expect(ends == (0, total), name, f"to go from 0 to {total}", f"{ends[0]} to {ends[1]}")
-    for i, (start, end) in enumerate(zip(indptr, indptr[1:], strict=False)):
+    for i, (start, end) in enumerate(pairwise(indptr)):
         _expect(least <= end - start <= most, name, f"steps of {least} to {most}", f"{end - start} at {i}")
 
 
@@ -1255,17 +1257,15 @@ def _check_indptr(name: str, indptr: list[int], total: int, least: int, most: in
 EXACT_ERROR = 1e-2
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What a call ran: the arm, the cache it read ("bf16", "fp8" or "mxfp4") and its configuration, readable."""
+class Selection(NamedTuple):
+    """What a call ran."""
 
     arm: str
-    kv: str
-    config: str
+    kv: str  # the cache it read: "bf16", "fp8" or "mxfp4"
+    config: str  # for a reader
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What the choice of an arm and its buffers depend on, known without reading device memory."""
 
     device: torch.device
@@ -1286,18 +1286,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to compute the result.
+    """A way to compute the result."""
 
-    kv: the cache it reads. why_not: why it cannot serve a problem; None if it can. run: its launcher. max_error: the
-    largest relative L2 error against float32 attention over the same cache with which it may be used. last_resort: it
-    is tried only when nothing else proved right.
-    """
-
-    kv: str
-    why_not: Callable[[Problem], str | None]
+    kv: str  # the cache it reads
+    why_not: Callable[[Problem], str | None]  # why it cannot serve a problem; None if it can
     run: Callable[[tuple, Plan], torch.Tensor]
-    max_error: float = EXACT_ERROR
-    last_resort: bool = False
+    max_error: float = EXACT_ERROR  # largest relative L2 error against float32 attention over the same cache
+    last_resort: bool = False  # taken only when nothing else proved right
 
 
 @dataclass(frozen=True)
@@ -1478,7 +1473,7 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
     q, kv_data, _, kv_indptr, config = data
     s_q, indptr = config["q_seq_len"], kv_indptr.tolist()
     out = torch.empty(q.shape[0], H_Q, D_V, dtype=torch.float32, device=q.device)
-    for b, (start, end) in enumerate(zip(indptr, indptr[1:], strict=False)):
+    for b, (start, end) in enumerate(pairwise(indptr)):
         rows = slice(b * s_q, (b + 1) * s_q)
         k = _dequantize(kv_data, kv, start, end)  # [s_kv, 576]
         x = q[rows].float() * config["sm_scale"] @ k.T  # [s_q, 16, s_kv]
@@ -2011,17 +2006,13 @@ def problem_of(data: tuple) -> Problem:
     """The problem that checked arguments pose."""
     q, kv_data, _, _, config = data
     bf16, (fp8, _) = kv_data["bf16"], kv_data["fp8"]
+    total_kv = bf16.shape[0]
+    bits = q.data_ptr() | fp8.data_ptr() | fp8.stride()[0] | 2 * (q.stride()[0] | q.stride()[1])
+    b, s_q, s_kv, sm_scale, *_ = _config_values(config)
     return Problem(
-        device=q.device,
-        batch_size=config["batch_size"],
-        q_seq_len=config["q_seq_len"],
-        kv_seq_len=config["kv_seq_len"],
-        sm_scale=config["sm_scale"],
-        uniform=bf16.shape[0] == config["batch_size"] * config["kv_seq_len"],
-        empty=bf16.shape[0] == 0,
-        aligned=_aligned(q, fp8),
-        contiguous=q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
-    )
+        q.device, b, s_q, s_kv, sm_scale, uniform=divmod(total_kv, b) == (s_kv, 0), empty=total_kv == 0,
+        aligned=bits % 16 == 0, contiguous=q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
+    )  # fmt: skip
 
 
 def bind(problem: Problem, config: Config) -> Plan:
@@ -2201,11 +2192,6 @@ def last_run() -> Selection | None:
     return Selection(_last.config.arm, _last.arm.kv, _describe(_last.config)) if _last else None
 
 
-def _aligned(q: torch.Tensor, kv: torch.Tensor) -> bool:
-    bits = q.data_ptr() | kv.data_ptr() | kv.stride()[0] | 2 * (q.stride()[0] | q.stride()[1])
-    return bits % 16 == 0
-
-
 def _key(data: tuple) -> tuple:
     """All that a call's checks and its plan depend on, read without touching the device.
 
@@ -2214,19 +2200,16 @@ def _key(data: tuple) -> tuple:
     q, kv_data, qo_indptr, kv_indptr, config = data
     bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[name] for name in CACHE_NAMES)
     fixed, growing = (q, fp8_scale, qo_indptr, kv_indptr), (bf16, fp8, mxfp4, mxfp4_scale)
-    total_kv, b = bf16.shape[0], config["batch_size"]
-    mean = -(-total_kv // b)
+    total_kv, values = bf16.shape[0], _config_values(config)
     return (
+        problem_of(data),
         *[(x.shape, x.stride(), x.dtype, x.device) for x in fixed],
         *[(x.shape[1:], x.stride(), x.dtype, x.device) for x in growing],
         fp8.shape[0] == mxfp4.shape[0] == total_kv <= mxfp4_scale.shape[0],
-        mean <= config["kv_seq_len"],
-        total_kv == b * config["kv_seq_len"],
-        total_kv == 0,
-        _aligned(q, fp8),
+        -(-total_kv // config["batch_size"]) <= config["kv_seq_len"],
         torch.is_grad_enabled() and any([x.requires_grad for x in fixed + growing]),
-        *[config[key] for key in CONFIG_KEYS],
-        *[type(config[key]) for key in CONFIG_KEYS],
+        values,
+        *map(type, values),
         os.environ.get("MLA_BACKEND"),
         os.environ.get("MLA_KV"),
     )

@@ -120,7 +120,7 @@ def test_same_shape_with_other_data_is_computed_anew():
 def test_two_devices_never_share_a_buffer():
     """Two GPUs are seen in tests/test_gpu.py; here a second device that holds no memory stands in."""
     problem = submission.problem_of(ragged_input([64, 30]))
-    elsewhere = replace(problem, device=torch.device("meta"))
+    elsewhere = problem._replace(device=torch.device("meta"))
     for make in (submission._output, submission._tickets, lambda p: submission._partials(p, 2)[0]):
         assert make(problem).device.type == "cpu"
         assert make(elsewhere).device.type == "meta"
@@ -155,6 +155,7 @@ def test_the_key_holds_all_that_a_plan_depends_on(monkeypatch):
     changed = {
         "sm_scale": edit(GOOD, config={"sm_scale": 0.5}),
         "kv_seq_len": edit(GOOD, config={"kv_seq_len": 80}),
+        "num_heads": edit(GOOD, config={"num_heads": 8}),
         "type of a size": edit(GOOD, config={"q_seq_len": True}),
         "gradient": edit(GOOD, q=Q.clone().requires_grad_()),
         "alignment": edit(GOOD, kv_data={"fp8": (wide[1:].view(134, 1, 576), KV["fp8"][1])}),
