@@ -30,12 +30,18 @@ def say_nothing_of_the_argument(*_):
     raise IndexError("Dimension out of range")
 
 
+def read_rows_as_if_they_followed_each_other(data, custom_kernel=submission.custom_kernel):
+    output = custom_kernel(data)
+    return output if data[0].is_contiguous() else output.roll(1, 0) + 1
+
+
 FAULTS = {
     "case file parser": ("case files", evaluator, "_case_value", let_zero_pass),
     "foreign error of an option": ("command line", cli, "parse_case_word", raise_a_foreign_error),
     "no reason": ("command line", cli, "choose_cases", exit_quietly),
     "foreign error": ("custom_kernel", submission, "check_arguments", raise_a_foreign_error),
     "no check": ("custom_kernel", submission, "check_arguments", lambda data: None),
+    "deaf to strides": ("custom_kernel", submission, "custom_kernel", read_rows_as_if_they_followed_each_other),
     "no words": ("custom_kernel", submission, "check_arguments", say_nothing_of_the_argument),
 }
 
