@@ -668,11 +668,14 @@ def _decode_fp8_hopper(
 
 
 @_gluon_builtin
-def _mfma_k128(a, b, acc, _semantic=None):
-    """acc + a @ b with 128 dims an instruction, which `cdna4.mfma` lacks in three dimensions."""
-    e4m3 = _semantic._str_to_fp_type("e4m3")
+def _mfma_k128(a, b, acc, a_scale=None, b_scale=None, _semantic=None):
+    """acc + a @ b with 128 dims an instruction, which `cdna4` lacks in three dimensions: fp8 [.., m, 128] by fp8
+    [.., 128, n] or, under E8M0 scales [.., m, 4] and [.., n, 4], by packed E2M1 [.., 64, n].
+    """
+    e4m3, e2m1 = (_semantic._str_to_fp_type(name) for name in ("e4m3", "e2m1"))
+    scales = [None if x is None else x.handle for x in (a_scale, b_scale)]
     handle = _semantic.builder.create_dot_scaled(
-        a.handle, None, e4m3, b.handle, None, e4m3, False, True, True, acc.handle
+        a.handle, scales[0], e4m3, b.handle, scales[1], e4m3 if b_scale is None else e2m1, False, True, True, acc.handle
     )
     return gl.tensor(handle, acc.type)
 
@@ -767,23 +770,14 @@ def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAV
 
 
 @_gluon_jit
-def _gfx950_softmax(x, m, norm, left, logit_scale, SHIFT: gl.constexpr, WAVES: gl.constexpr):
-    """P x 2^SHIFT of the scores [WAVES, 16, 32] of a tile with `left` rows; new maximum and sum, and the rescaling."""
-    STAT: gl.constexpr = m.type.layout
+def _gfx950_mask(x, left, WAVES: gl.constexpr):
+    """Scores [WAVES, 16, 32] of a tile with `left` rows, by token; -inf past the end."""
     x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
     if left < 32 * WAVES:
         X5: gl.constexpr = x.type.layout
         lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
         x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
-    x = x.reshape([WAVES, 16, 32])
-    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
-    rescale = gl.exp2(m - m_new)
-    shift = gl.convert_layout(m_new - SHIFT, X, assert_trivial=True)
-    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
-    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
-    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
-    return p, m_new, norm, rescale
+    return x.reshape([WAVES, 16, 32])
 
 
 @_gluon_jit
@@ -801,6 +795,7 @@ def _gfx950_step(
     """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end."""
     M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
     M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
+    STAT: gl.constexpr = gl.SliceLayout(2, M32)
     P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
     # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
     K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
@@ -825,8 +820,15 @@ def _gfx950_step(
         if PAIRS:
             x = _mfma_k128(_each_wave(q_lo.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES), k, x)
 
+    x = _gfx950_mask(x, left, WAVES)
+    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
+    rescale = gl.exp2(m - m_new)
     # P x 2^8 uses e4m3's range, so that lo is no denormal.
-    p, m_new, norm, rescale = _gfx950_softmax(x, m, norm, left, logit_scale, 8.0, WAVES)
+    shift = gl.convert_layout(m_new - 8.0, X, assert_trivial=True)
+    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
+    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
+    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
     p_hi = p.to(gl.float8e4nv)
     p_lo = gl.convert_layout((p - p_hi.to(gl.float32)).to(gl.float8e4nv), P, assert_trivial=True)
     p_hi = gl.convert_layout(p_hi, P, assert_trivial=True)
@@ -838,6 +840,16 @@ def _gfx950_step(
             a = cdna4.mfma(p_lo, v, a)
         acc_new = acc_new + (a,)
     return m_new, norm, acc_new
+
+
+@_gluon_jit
+def _gfx950_query(q_row, stride_q_h, WAVES: gl.constexpr):
+    """Q's latent and rope parts, float32 [16, 512] and [16, 64]. Before KV: loads complete in order."""
+    QN: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
+    QR: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
+    qn = cdna4.buffer_load(q_row, _iota(16, 0, QN, 2) * stride_q_h + _iota(512, 1, QN, 2))
+    qr = cdna4.buffer_load(q_row + 512, _iota(16, 0, QR, 2) * stride_q_h + _iota(64, 1, QR, 2))
+    return qn.to(gl.float32), qr.to(gl.float32)
 
 
 @_gluon_jit
@@ -853,6 +865,15 @@ def _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES: gl.constexpr, STAT: gl
     logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
     logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
     return qn_hi, qn_lo, qr_hi, qr_lo, logit_scale
+
+
+@_gluon_jit
+def _gfx950_weights(m, norm):
+    """From the waves' maxima and sums [WAVES, 16] the weights of their shares of the output, and its log2-sum-exp."""
+    top = gl.max(m, 0)
+    weight = gl.exp2(m - top[None, :])
+    total = gl.sum(norm * weight, 0)
+    return weight / gl.where(total == 0.0, 1.0, total)[None, :], top + gl.log2(total)
 
 
 @_gluon_jit
@@ -925,16 +946,11 @@ def _decode_fp8_gfx950(
     M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
     M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
     STAT: gl.constexpr = gl.SliceLayout(2, M32)
-    QN: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
-    QR: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
     # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
     t = gl.program_id(0)
     split = gl.program_id(1)
 
-    # Q before KV: loads complete in order.
-    q_row = q_ptr + t.to(gl.int64) * stride_q_t
-    qn = cdna4.buffer_load(q_row, _iota(16, 0, QN, 2) * stride_q_h + _iota(512, 1, QN, 2)).to(gl.float32)
-    qr = cdna4.buffer_load(q_row + 512, _iota(16, 0, QR, 2) * stride_q_h + _iota(64, 1, QR, 2)).to(gl.float32)
+    qn, qr = _gfx950_query(q_ptr + t.to(gl.int64) * stride_q_t, stride_q_h, WAVES)
     kv_scale = gl.load(kv_scale_ptr)
     kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, TILE)
     n_tiles = last - first
@@ -987,15 +1003,255 @@ def _decode_fp8_gfx950(
         state = _gfx950_step(tile, q, q_smem, state, left, logit_scale, 0, WAVES, PAIRS)
 
     m, norm, acc = state
-    top = gl.max(m, 0)
-    weight = gl.exp2(m - top[None, :])
-    total = gl.sum(norm * weight, 0)
-    weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
+    weight, lse = _gfx950_weights(m, norm)
     merge = _view(tile[0], gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
     for c in gl.static_range(4):
         merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
-    lse = top + gl.log2(total) - 8.0
-    _gfx950_finish(merge, lse, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH)
+    _gfx950_finish(
+        merge, lse - 8.0, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH
+    )
+
+
+# ---- Gluon: gfx950, mxfp4 ----
+
+
+@_gluon_constexpr
+def _bits_layout(shape, registers, lanes):
+    """[4 waves, ...]: the dimension and the step of each bit of a register's and of a lane's number."""
+
+    def bases(bits):
+        return [[step * (axis == dim) for axis in range(len(shape))] for dim, step in bits]
+
+    return gl.DistributedLinearLayout(bases(registers), bases(lanes), bases([(0, 1), (0, 2)]), [], shape)
+
+
+@_gluon_constexpr
+def _scale_layout(rows):
+    """[4 waves, rows, 4]: a row a lane, one of the four a group of 16 lanes."""
+    lanes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2)]
+    return _bits_layout([4, rows, 4], [(1, 16)][: rows // 32], lanes)
+
+
+@_gluon_constexpr
+def _value_layout():
+    """[4 waves, 32 tokens, 16 blocks x 4 words]: lane l holds 8 tokens, from 8 * (l // 16) on, of block l % 16."""
+    registers = [(2, 1), (2, 2), (1, 1), (1, 2), (1, 4)]
+    return _bits_layout([4, 32, 64], registers, [(2, 4), (2, 8), (2, 16), (2, 32), (1, 8), (1, 16)])
+
+
+@_gluon_jit
+def _mxfp4_rows(stride, last, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets of a tile's rows as Q K^T takes them, `last` standing in for those past it.
+
+    Row 16 a + 4 b + c is token 8 b + 4 a + c: then P lies as P V takes it.
+    """
+    row = _iota(32, DIM, LAYOUT, 3)
+    token = _iota(4, 0, LAYOUT, 3) * 32 + (row & 12) * 2 + (row & 16) // 4 + (row & 3)
+    return gl.minimum(token * stride, last * stride)
+
+
+@_gluon_jit
+def _mxfp4_load(kv_rows, scale_rows, left, stride_kv_t, stride_scale_t):
+    """Operands of the tile at `kv_rows`, of which `left` > 0 rows count: four chunks of 128 dims, rope, and the
+    words of scales of both. Past the end it reads the last row: nothing foreign, nothing NaN.
+
+    Chunk c takes block 4 g + c for lane group g, so that a lane's scales of four chunks are one word.
+    """
+    K: gl.constexpr = gl.DotOperandLayout(1, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
+    SCALE: gl.constexpr = _scale_layout(32)
+    last = gl.minimum(left, 128) - 1
+    byte = _iota(64, 1, K, 3)
+    rows = _mxfp4_rows(stride_kv_t, last, 2, K)
+    k = ()
+    for c in gl.static_range(5):
+        # Rope's 64 dims come twice: under Q's hi and under its lo.
+        offs = rows + (256 + byte % 32 if c == 4 else 16 * c + byte // 16 * 64 + byte % 16)
+        offs = gl.max_contiguous(gl.multiple_of(offs, [1, 16, 1]), [1, 16, 1])
+        k = k + (cdna4.buffer_load(kv_rows, offs),)
+    offs = _mxfp4_rows(stride_scale_t, last, 1, SCALE)
+    words = cdna4.buffer_load(scale_rows, offs + _iota(4, 2, SCALE, 3))
+    return k, words, cdna4.buffer_load(scale_rows, offs + 4)
+
+
+@_gluon_jit
+def _mxfp4_scores(tile, q, values, scales):
+    """Q K^T [4, 16, 32 rows] of a tile, whose latent rows and scales go to LDS, token by token."""
+    k, words, rope_words = tile
+    rows = gl.join(gl.join(k[0], k[2]), gl.join(k[1], k[3])).reshape([4, 4, 16, 2, 4, 4, 4])
+    values.store(rows.permute([0, 4, 3, 5, 1, 6, 2]).reshape([4, 32, 256]))
+    scales.store(words.reshape([4, 2, 4, 4, 4]).permute([0, 2, 1, 3, 4]).reshape([4, 32, 4]))
+    one = gl.full([4, 16, 4], 127, gl.uint8, _scale_layout(16))
+    x = gl.zeros([4, 16, 32], gl.float32, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]))
+    scale = (rope_words >> (_iota(4, 2, _scale_layout(32), 3) % 2 * 8)).to(gl.uint8)
+    x = _mfma_k128(q[8], k[4], x, one, scale)
+    for c in gl.static_range(4):
+        scale = (words >> (8 * c)).to(gl.uint8)
+        x = _mfma_k128(q[4 + c], k[c], _mfma_k128(q[c], k[c], x, one, scale), one, scale)
+    return x
+
+
+@_gluon_jit
+def _mxfp4_values(words, scale, BYTE: gl.constexpr):
+    """bf16 values of the even and the odd dim in byte BYTE of int32 `words`, whose scales are float32."""
+    SELECT: gl.constexpr = ("0,0", "1,0", "0,1", "1,1")
+    TEXT: gl.constexpr = "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[" + SELECT[BYTE] + ",0]"
+    x = gl.inline_asm_elementwise(TEXT, "=v,v,v", [words, scale], dtype=gl.int32, is_pure=True, pack=1)
+    return x.to(gl.int16).to(gl.bfloat16, bitcast=True), (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@_gluon_jit
+def _mxfp4_start():
+    """By head and lane the largest score and the sum of P; what tells large scales; an accumulator a dim of a block."""
+    LANES: gl.constexpr = _scale_layout(16)
+    acc = ()
+    for _ in gl.static_range(32):
+        acc = acc + (gl.zeros([4, 16, 16], gl.float32, AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1])),)
+    top = gl.full([4, 16, 4], float("-inf"), gl.float32, LANES)
+    return top, gl.zeros([4, 16, 4], gl.float32, LANES), gl.zeros([4, 32, 4], gl.int32, _scale_layout(32)), acc
+
+
+@_gluon_jit
+def _mxfp4_step(x, words, values, scales, state, base, left, logit_scale):
+    """A tile's scores and its share of the output, P being 2^(logit - base): nothing is rescaled."""
+    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1])
+    V: gl.constexpr = gl.DotOperandLayout(1, M32, 8)
+    top, norm, large, acc = state
+    x = _gfx950_mask(x, left, 4).reshape([4, 16, 4, 8])
+    X: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout))
+    top = gl.maximum(top, gl.convert_layout(gl.max(x, 3), top.type.layout, assert_trivial=True))
+    logit_scale = gl.convert_layout(logit_scale, X, assert_trivial=True)[:, :, None, None]
+    p = gl.exp2(x * logit_scale - gl.convert_layout(base, X, assert_trivial=True)[:, :, None, None])
+    norm += gl.convert_layout(gl.sum(p, 3), norm.type.layout, assert_trivial=True)
+    p = p.reshape([4, 16, 32]).to(gl.bfloat16)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, M32, 8), assert_trivial=True)
+    # A lane's values all belong to one block, so the conversion applies their scales; only their exponents count, and
+    # NaN has reached the scores.
+    scale = _view(scales, gl.uint8, [4, 32, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(V).to(gl.int32)
+    scale = (scale << 23).to(gl.float32, bitcast=True)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])
+    v = _view(values, gl.int32, [4, 32, 64], SWIZZLED).load(_value_layout())
+    v = gl.split(v.reshape([4, 32, 16, 2, 2]))
+    v = gl.split(v[0]) + gl.split(v[1])
+    out = ()
+    for word in gl.static_range(4):
+        # Of v first the words 0 and 2.
+        bits = gl.convert_layout(v[word % 2 * 2 + word // 2], V, assert_trivial=True)
+        for byte in gl.static_range(4):
+            even, odd = _mxfp4_values(bits, scale, byte)
+            a, b = acc[8 * word + 2 * byte], acc[8 * word + 2 * byte + 1]
+            out = out + (cdna4.mfma(p, even, a), cdna4.mfma(p, odd, b))
+    # The top bit of a byte: its scale is 2^33 or more.
+    return top, norm, large | (words & ((words << 1) | (words << 2))), out
+
+
+@_gluon_jit
+def _interleave(x):
+    """32 tensors [..] as one [.., 2, 2, 2, 2, 2], x[e] at e's bits, the highest first."""
+    for level in gl.static_range(5):
+        joined = ()
+        for i in gl.static_range(16 >> level):
+            joined = joined + (gl.join(x[i], x[i + (16 >> level)]),)
+        x = joined
+    return x[0]
+
+
+@_gluon_jit
+def _chunks(q, smem):
+    """fp8 Q [16, 512] as four operands, its blocks in the order in which K's chunks take them."""
+    smem.store(q.reshape([16, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([16, 512]))
+    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
+    chunks = ()
+    for c in gl.static_range(4):
+        chunks = chunks + (_each_wave(smem.slice(128 * c, 128, 1), A128, 4),)
+    return chunks
+
+
+@_gluon_jit
+def _decode_mxfp4_gfx950(
+    q_ptr,  # bf16 [total_q, 16, 576]
+    kv_ptr,  # uint8 [total_kv, 288], rows of 16-byte multiples
+    scale_ptr,  # int32 [>= total_kv, >= 5], four E8M0 codes each
+    kv_indptr,  # int32 [b + 1]
+    out_ptr,  # bf16 [total_q, 16, 512]
+    part_ptr,  # fp32 [total_q, SPLITS, 16, 512]
+    lse_ptr,  # fp32 [total_q, SPLITS, 16]
+    ticket_ptr,  # int32 [total_q], zero between launches
+    softmax_scale,
+    s_q,
+    stride_q_t,
+    stride_q_h,
+    stride_kv_t,
+    stride_scale_t,
+    SPLITS: gl.constexpr,
+    ONE_LAUNCH: gl.constexpr,
+):
+    """Grid (total_q, SPLITS), 4 waves, tiles of 128 tokens, the next one on its way in registers.
+
+    Scores: Q as hi + lo fp8 against packed K, by the scaled matrix instruction. Output: bf16 P against V, which LDS
+    turns round and registers convert, exact. bf16 has float32's range, so P is 2^logit, without a running maximum;
+    should sums not surely fit float32, all is done again relative to the maxima, known by then. See docs/mxfp4.md.
+    """
+    gl.static_assert(gl.num_warps() == 4)
+    STAT: gl.constexpr = gl.SliceLayout(2, AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1]))
+    # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
+    t = gl.program_id(0)
+    split = gl.program_id(1)
+
+    qn, qr = _gfx950_query(q_ptr + t.to(gl.int64) * stride_q_t, stride_q_h, 4)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, 128)
+    # Without a tile row 0 stands in, which exists.
+    some = last > first
+    row = gl.where(some, kv_start + first * 128, 0).to(gl.int64)
+    length = gl.where(some, gl.minimum(kv_end - kv_start, last * 128) - first * 128, 1)
+    kv_first = kv_ptr + row * stride_kv_t
+    scale_first = scale_ptr + row * stride_scale_t
+    tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
+
+    qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, 1.0, softmax_scale, 4, STAT)
+    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+    q = _chunks(qn_hi, q_smem) + _chunks(qn_lo, q_smem)
+    q_smem.slice(0, 64, 1).store(qr_hi)
+    q_smem.slice(64, 64, 1).store(qr_lo)
+    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
+    q = q + (_each_wave(q_smem.slice(0, 128, 1), A128, 4),)
+
+    values = gl.allocate_shared_memory(gl.uint8, [4, 32, 256], gl.SwizzledSharedLayout(16, 1, 16, [2, 1, 0]))
+    scales = gl.allocate_shared_memory(gl.int32, [4, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    base = gl.zeros([4, 16], gl.float32, STAT)
+    state = _mxfp4_start()
+    tries = 2
+    while tries > 0:
+        state = _mxfp4_start()
+        left = length
+        kv_rows = kv_first
+        scale_rows = scale_first
+        for _ in range(first, last):
+            x = _mxfp4_scores(tile, q, values, scales)
+            words = tile[1]
+            if left > 128:
+                kv_rows += 128 * stride_kv_t
+                scale_rows += 128 * stride_scale_t
+                tile = _mxfp4_load(kv_rows, scale_rows, left - 128, stride_kv_t, stride_scale_t)
+            state = _mxfp4_step(x, words, values, scales, state, base, left, logit_scale)
+            left -= 128
+        # A wave without a token keeps the least maximum: inf - inf is NaN.
+        top = gl.maximum(gl.convert_layout(gl.max(state[0], 2), STAT) * logit_scale, -3.4e38)
+        # Safe are P up to 2^64, V up to 6 x 2^32 and 2^26 tokens.
+        unsafe = (top > base + 64.0) | ((top < base - 16.0) & (top > -3.4e38))
+        unsafe = gl.max(unsafe.to(gl.int32), None) | gl.max((state[2] >> 7) & 0x1010101, None)
+        tries = gl.where(unsafe > 0, tries - 1, 0)
+        if tries > 0:
+            base = top
+            tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
+
+    top, norm, large, acc = state
+    weight, lse = _gfx950_weights(base, gl.convert_layout(gl.sum(norm, 2), STAT))
+    weighed = ()
+    for e in gl.static_range(32):
+        weighed = weighed + (acc[e] * weight[:, :, None],)
+    merge = gl.allocate_shared_memory(gl.float32, [4, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
+    merge.store(_interleave(weighed).reshape([4, 16, 512]))
+    _gfx950_finish(merge, lse, 1.0, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, 4, ONE_LAUNCH)
 
 
 # ---- tuning table ----
@@ -1061,8 +1317,15 @@ def _gfx950(waves: int, one_launch: bool = False) -> Config:
     return Config("gfx950_fp8", 0, 32 * waves, waves, {4: 1, 2: 2, 1: 3}[waves], one_launch)
 
 
-_GFX950 = (_gfx950(4),)
-_GFX950_MERGED = (_gfx950(4, one_launch=True), _gfx950(4))
+_FP8, _FP8_MERGED = _gfx950(4), _gfx950(4, one_launch=True)
+_PACKED = Config("gfx950_mxfp4", 0, 128, 4)
+_PACKED_MERGED = replace(_PACKED, one_launch=True)
+
+
+def _gfx950_row(batch_size: int | None, kv_seq_len: int | None, *own: Config) -> Row:
+    # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
+    aiter = (_AITER_CAST, *_AITER)[batch_size is None :][: 4 - len(own)]
+    return Row("gfx950", batch_size, kv_seq_len, (*own, *aiter, _GPU[0], _TORCH[1]))
 
 
 # The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
@@ -1079,15 +1342,17 @@ TABLE: tuple[Row, ...] = (
     _hopper(256, 8192, 1),  # 292.7 us, reader 274.8
     _hopper(None, None, 0),
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
-    # while few splits meet in one program; AITER by its schedules' busy CUs and longest CU, see docs/aiter.md.
+    # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
+    # `python -m bench.mxfp4_gfx950`; AITER goes by its schedules' busy CUs and longest CU, see docs/aiter.md.
     Row("gfx950", 4, 1024, (_gfx950(4), _gfx950(2), replace(_AITER[0], block_n=32), _AITER_CAST, _GPU[0], _TORCH[1])),
-    # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
-    *(
-        Row("gfx950", b, s_kv, (*own, _AITER_CAST, *_AITER[: 3 - len(own)], _GPU[0], _TORCH[1]))
-        for b, own in ((4, _GFX950), (32, _GFX950_MERGED), (64, _GFX950_MERGED), (256, _GFX950))
-        for s_kv in (1024, 8192)
-    ),
-    Row("gfx950", None, None, (*_GFX950, *_AITER, _GPU[0], _TORCH[1])),
+    _gfx950_row(4, 8192, _FP8),
+    _gfx950_row(32, 1024, _FP8_MERGED, _FP8),
+    _gfx950_row(32, 8192, _FP8_MERGED, _PACKED_MERGED),
+    _gfx950_row(64, 1024, _FP8_MERGED, _FP8),
+    _gfx950_row(64, 8192, _FP8_MERGED, _PACKED_MERGED),
+    _gfx950_row(256, 1024, _FP8),
+    _gfx950_row(256, 8192, _FP8, _PACKED_MERGED),
+    _gfx950_row(None, None, _FP8, _PACKED),
     Row("gpu", None, None, _GPU),
 )
 
@@ -1148,7 +1413,7 @@ def select_config(
     configs = next((row.configs for row, key in zip(TABLE, keys, strict=True) if key == shape), ())
     _expect(bool(configs), "target", f"one of {sorted({row.target for row in TABLE})}", repr(target.name))
     if kv == "mxfp4":
-        configs += _MXFP4
+        configs += (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
     if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
         kv = "fp8"
     return tuple(
@@ -1277,6 +1542,7 @@ class Problem(NamedTuple):
     uniform: bool
     empty: bool  # no token at all
     aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
+    packed: bool  # so are those of Q and of the mxfp4 cache; its scales come in whole words
     contiguous: bool  # Q and the bf16 and fp8 caches
 
     @property
@@ -1429,6 +1695,15 @@ def _run_gfx950_fp8(data: tuple, plan: Plan) -> torch.Tensor:
         data, plan, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), kv_scale, merges=True, WAVES=waves, PAIRS=True,
         num_warps=waves, waves_per_eu=2,
     )  # fmt: skip
+
+
+def _run_gfx950_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
+    packed, scales = data[1]["mxfp4"]
+    cache = packed.view(torch.uint8), scales.view(torch.int32)
+    strides = tuple(x.stride(0) for x in cache)
+    return _split_k(
+        data, plan, _decode_mxfp4_gfx950, cache, strides, merges=True, num_warps=plan.config.num_warps, waves_per_eu=1
+    )
 
 
 def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
@@ -1930,13 +2205,14 @@ def _no_triton(problem: Problem) -> str | None:
     return None
 
 
-def _no_gluon(problem: Problem, target: str) -> str | None:
+def _no_gluon(problem: Problem, target: str, cache: str = "fp8") -> str | None:
     if gluon is None:
         return "Triton with Gluon is not installed"
     if _target(problem.device).name != target:
         return f"its kernel is for {target}, not for {_target(problem.device).name}"
-    if not problem.aligned or problem.empty:
-        return "it needs a non-empty fp8 cache and Q with addresses and row strides of 16 bytes"
+    if problem.empty or not (problem.aligned if cache == "fp8" else problem.packed):
+        words = "" if cache == "fp8" else " (of 4 for the scales, 20 or more to a row)"
+        return f"it needs a non-empty {cache} cache and Q with addresses and row strides of 16 bytes{words}"
     return None
 
 
@@ -1953,6 +2229,7 @@ A8W8_ERROR = 5e-2  # P is rounded to e4m3 in the fp8 kernel, and so is Q before 
 ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", partial(_no_gluon, target="sm90"), _run_hopper_fp8),
     "gfx950_fp8": Arm("fp8", partial(_no_gluon, target="gfx950"), _run_gfx950_fp8),
+    "gfx950_mxfp4": Arm("mxfp4", partial(_no_gluon, target="gfx950", cache="mxfp4"), _run_gfx950_mxfp4),
     "triton_fp8": Arm("fp8", _no_triton, _run_triton_fp8),
     "triton_mxfp4": Arm("mxfp4", _no_triton, _run_triton_mxfp4),
     "torch_bmm": Arm("bf16", _no_equal_sequences, _run_torch_bmm),
@@ -2005,13 +2282,16 @@ def _tune_seconds() -> float:
 def problem_of(data: tuple) -> Problem:
     """The problem that checked arguments pose."""
     q, kv_data, _, _, config = data
-    bf16, (fp8, _) = kv_data["bf16"], kv_data["fp8"]
-    total_kv = bf16.shape[0]
-    bits = q.data_ptr() | fp8.data_ptr() | fp8.stride()[0] | 2 * (q.stride()[0] | q.stride()[1])
+    bf16, (fp8, _), (mxfp4, scales) = (kv_data[name] for name in CACHE_NAMES)
+    total_kv, width = bf16.shape[0], scales.shape[-1]
+    bits = q.data_ptr() | 2 * (q.stride()[0] | q.stride()[1])
+    words = width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
     b, s_q, s_kv, sm_scale, *_ = _config_values(config)
     return Problem(
         q.device, b, s_q, s_kv, sm_scale, uniform=divmod(total_kv, b) == (s_kv, 0), empty=total_kv == 0,
-        aligned=bits % 16 == 0, contiguous=q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
+        aligned=(bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
+        packed=words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
+        contiguous=q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
     )  # fmt: skip
 
 

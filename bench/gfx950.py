@@ -45,7 +45,7 @@ PARTIAL_BYTES = 16 * 512 * 2 + 16 * 4
 HBM_BYTES_PER_US = 6.8e6
 LAUNCH_US = 4.3  # no-op event pair on an MI355X, measured by others
 CLOCK_MHZ = 2400
-CU_BYTES_PER_CLOCK = 64  # L2 to one CU
+CU_BYTES_PER_US = 64 * CLOCK_MHZ  # L2 to one CU, 64 bytes a clock
 # Assumptions: a round trip to memory, and what a second launch adds (on an H200 1.3 us were measured).
 ROUND_TRIP_US = 0.8
 SECOND_LAUNCH_US = 2.0
@@ -114,9 +114,9 @@ DECODE_TYPES = {
 }
 
 
-def _compile(source_class, fn, constexprs: dict, **options):
+def compile_kernel(source_class, fn, constexprs: dict, types: dict | None = None, **options):
     """As a launch with the official arguments compiles it: addresses and strides of 16 bytes, tensors under 2 GiB."""
-    signature = {name: "constexpr" if name in constexprs else DECODE_TYPES[name] for name in fn.arg_names}
+    signature = {name: "constexpr" if name in constexprs else (types or DECODE_TYPES)[name] for name in fn.arg_names}
     attributes = {}
     for i, (name, kind) in enumerate(signature.items()):
         if kind[0] == "*" or name.startswith("stride"):
@@ -138,15 +138,16 @@ def compile_decode(config: Config, pairs: bool = True, module=submission, s_q: i
     if s_q == 1:
         constexprs["s_q"] = 1
     options = {"num_warps": config.num_warps, "waves_per_eu": WAVES_PER_EU}
-    return _compile(GluonASTSource, module._decode_fp8_gfx950, constexprs, **options)
+    return compile_kernel(GluonASTSource, module._decode_fp8_gfx950, constexprs, **options)
 
 
 @functools.cache
-def compile_combine(splits: int):
+def compile_combine(splits: int, partials: str = "*fp16"):
     """The combine kernel for gfx950, as `submission` launches it, and the first size of its grid."""
     block_d, block_s, num_warps = submission.combine_shape(splits)
     constexprs = {"SPLITS": splits, "BLOCK_S": block_s, "BLOCK_D": block_d, "DEPENDENT": False}
-    return _compile(ASTSource, submission._combine, constexprs, num_warps=num_warps), 512 // block_d
+    types = DECODE_TYPES | {"part_ptr": partials}
+    return compile_kernel(ASTSource, submission._combine, constexprs, types, num_warps=num_warps), 512 // block_d
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _blocks(asm: str) -> list[tuple[str, list[str]]]:
 
 
 def main_loop(asm: str) -> list[list[str]]:
-    """The blocks of the longest loop, each a list of instructions; raises ValueError if there is none."""
+    """The blocks of the loop of most matrix instructions, each a list of instructions; ValueError if there is none."""
     loops: dict[str, list[list[str]]] = {}
     for head, instructions in _blocks(asm):
         if match := re.search(r"in Loop: Header=(BB\d+_\d+)", head):
@@ -200,7 +201,7 @@ def main_loop(asm: str) -> list[list[str]]:
             loops.setdefault(re.match(r"\.L(BB\d+_\d+)", head).group(1), []).append(instructions)
     if not loops:
         raise ValueError("asm: expected a loop, got none")
-    return max(loops.values(), key=lambda blocks: sum(map(len, blocks)))
+    return max(loops.values(), key=lambda blocks: sum(i.startswith("v_mfma") for block in blocks for i in block))
 
 
 def classify(instructions: list[str]) -> Counter:
@@ -292,6 +293,26 @@ def code_of(config: Config) -> Config:
     return config if config.one_launch or config.splits == 1 else replace(config, splits=2)
 
 
+def call_us(config: Config, programs: int, loop_us: float, outside: int, partial_bytes: int) -> float:
+    """A call whose main loop takes `loop_us`, of `outside` instructions besides, with partials of `partial_bytes`.
+
+    Before the first tile: kv_indptr, then the tile, one round trip each; most of the prologue hides there. Half of what
+    stands outside of the loop is charged, an issue slot an instruction.
+    """
+    time_us = LAUNCH_US + 2 * ROUND_TRIP_US + loop_us + outside * 2 / CLOCK_MHZ
+    if config.splits == 1:
+        return time_us
+    partials_us = programs * partial_bytes / HBM_BYTES_PER_US
+    if config.one_launch:
+        # Partial out, ticket, partials in, all by way of memory; one CU reads them.
+        return time_us + partials_us + 3 * ROUND_TRIP_US + config.splits * partial_bytes / CU_BYTES_PER_US
+    return time_us + 2 * partials_us + SECOND_LAUNCH_US + 2 * ROUND_TRIP_US
+
+
+def memory_us(kv_bytes: int, programs: int) -> float:
+    return kv_bytes / min(HBM_BYTES_PER_US, min(programs, MI355X.num_cu) * CU_BYTES_PER_US)
+
+
 def predict(batch_size: int, kv_seq_len: int, config: Config, pairs: bool = True) -> Prediction:
     form = examine(code_of(config), pairs)
     programs = batch_size * config.splits
@@ -301,18 +322,8 @@ def predict(batch_size: int, kv_seq_len: int, config: Config, pairs: bool = True
     units_us = {unit: tiles * clocks / CLOCK_MHZ for unit, clocks in form.clocks_per_tile(on_a_cu).items()}
     serial_us = sum(units_us.values())
     kv_bytes = batch_size * kv_seq_len * ROW_BYTES
-    part_bytes = programs * PARTIAL_BYTES if config.splits > 1 else 0
-    cu_bytes_per_us = CU_BYTES_PER_CLOCK * CLOCK_MHZ
-    units_us["HBM"] = kv_bytes / min(HBM_BYTES_PER_US, min(programs, MI355X.num_cu) * cu_bytes_per_us)
-    # Before the first tile: kv_indptr, then the tile, one round trip each; most of the prologue hides there. Half of
-    # what stands outside of the loop is charged, an issue slot an instruction.
-    time_us = LAUNCH_US + 2 * ROUND_TRIP_US + max(serial_us, units_us["HBM"]) + form.outside * 2 / CLOCK_MHZ
-    time_us += part_bytes / HBM_BYTES_PER_US
-    if config.splits > 1 and config.one_launch:
-        # Partial out, ticket, partials in, all by way of memory; one CU reads them.
-        time_us += 3 * ROUND_TRIP_US + config.splits * PARTIAL_BYTES / cu_bytes_per_us
-    elif config.splits > 1:
-        time_us += SECOND_LAUNCH_US + 2 * ROUND_TRIP_US + part_bytes / HBM_BYTES_PER_US
+    units_us["HBM"] = memory_us(kv_bytes, programs)
+    time_us = call_us(config, programs, max(serial_us, units_us["HBM"]), form.outside, PARTIAL_BYTES)
     shape = case_label({"batchsize": batch_size, "kvseqlen": kv_seq_len, "qseqlen": 1})
     return Prediction(
         shape, config, kv_bytes, form.per_tile, form.tokens * ROW_BYTES, form.clocks_per_tile(),

@@ -67,7 +67,7 @@ def hollow(batch: int, kv_len: int) -> tuple:
 
 def problem(**changes) -> Problem:
     given = {"device": torch.device("cpu"), "batch_size": 4, "q_seq_len": 1, "kv_seq_len": 1024, "sm_scale": 576**-0.5,
-             "uniform": True, "empty": False, "aligned": True, "contiguous": True}  # fmt: skip
+             "uniform": True, "empty": False, "aligned": True, "packed": True, "contiguous": True}  # fmt: skip
     return Problem(**given | changes)
 
 

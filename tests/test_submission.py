@@ -65,6 +65,7 @@ def test_bmm_arm(monkeypatch):
         ("torch_bmm", [64, 64], 2, "one query"),
         ("triton_fp8", [64], 1, "not on a GPU"),
         ("hopper_fp8", [64], 1, "for sm90, not for cpu"),
+        ("gfx950_mxfp4", [64], 1, "for gfx950, not for cpu"),
         ("cuda_graphs", [64], 1, "expected one of hopper_fp8"),
     ],
 )
@@ -657,6 +658,29 @@ def test_candidates_by_cache(target):
                 assert "mxfp4" not in read or (kv, batch_size, kv_seq_len) == ("auto", 32, 8192)
         read = {ARMS[config.arm].kv for config in select_config(4, kv_seq_len, target, kv="mxfp4")}
         assert read == {"mxfp4"}
+
+
+@pytest.mark.parametrize("batch_size", [32, 64, 256, 40])
+def test_mi355x_tries_mxfp4_for_many_long_sequences(batch_size):
+    """Among the candidates of a first call, fp8 before it, and the portable and the last resort kept."""
+    arms = [config.arm for config in select_config(batch_size, 8192, Target("gfx950", 256))]
+    assert len(arms) <= submission.MAX_CANDIDATES
+    assert arms[:2] == ["gfx950_fp8", "gfx950_mxfp4"] and arms[-2:] == ["triton_fp8", "torch_chunked"]
+    assert any(arm.startswith("aiter") for arm in arms)
+
+
+def test_packed_rows_are_told_from_other_layouts():
+    values, scales = GOOD[1]["mxfp4"]
+    scales = scales.view(torch.uint8)
+
+    def packed(values, scales):
+        return submission.problem_of(edit(GOOD, kv_data={"mxfp4": (values, scales)})).packed
+
+    assert packed(values, scales) and packed(values, scales[1:, :20])
+    assert not packed(values, scales[:, :18])
+    assert not packed(values, torch.empty(256, 25, dtype=torch.uint8)[:, :24])
+    assert not packed(values, scales.flatten()[1:-23].view(-1, 24))
+    assert not packed(torch.empty(134, 1, 296, dtype=torch.uint8)[..., :288], scales)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 
 import reference
 import submission
-from bench.gfx950 import WAVES_PER_EU, compile_combine, compile_decode
+from bench import mxfp4_gfx950
+from bench.gfx950 import MI355X, WAVES_PER_EU, compile_combine, compile_decode
 from submission import LOG2E, Config
 from task import NUM_HEADS, QK_HEAD_DIM, SM_SCALE, V_HEAD_DIM
 
@@ -69,7 +70,7 @@ class Result:
     unexpected: list[Finding]
 
 
-def _taken(kernel: TritonKernel, arguments: dict) -> dict:
+def taken(kernel: TritonKernel, arguments: dict) -> dict:
     """The arguments that the compiler has not made constants."""
     return {name: value for name, value in arguments.items() if name in kernel.signature}
 
@@ -102,7 +103,7 @@ def execute(
     }
     scratch = {"out_ptr": out, "part_ptr": part, "lse_ptr": lse, "ticket_ptr": ticket}
     decode = TritonKernel(compile_decode(config, pairs, module, case.s_q))
-    arguments = _taken(decode, inputs | scratch | scalars)
+    arguments = taken(decode, inputs | scratch | scalars)
     found = unexpected(decode.launch((total_q, splits), arguments, read_only=tuple(inputs), **options))
     if splits > 1 and not config.one_launch:
         compiled, blocks_d = compile_combine(splits)
@@ -126,7 +127,7 @@ class Emulated:
     def __getitem__(self, grid):
         def launch(*args, **keywords):
             assert keywords == self.keywords
-            run = self.kernel.launch(grid, _taken(self.kernel, dict(zip(self.names, args, strict=True))))
+            run = self.kernel.launch(grid, taken(self.kernel, dict(zip(self.names, args, strict=True))))
             assert unexpected(run) == []
             self.launches += 1
 
@@ -135,18 +136,35 @@ class Emulated:
 
 def emulated_kernels(config: Config) -> dict[str, Emulated]:
     """Stand-ins by name for the kernels that the launcher of `config` launches."""
-    merged = config.one_launch and config.splits > 1
-    options = {"WAVES": config.num_warps, "num_warps": config.num_warps, "waves_per_eu": WAVES_PER_EU}
-    decode = Emulated(
-        submission._decode_fp8_gfx950, compile_decode(config), SPLITS=config.splits, PAIRS=True, ONE_LAUNCH=merged,
-        **options,
-    )  # fmt: skip
-    block_d, block_s, num_warps = submission.combine_shape(config.splits)
+    splits, waves, merged = config.splits, config.num_warps, config.one_launch and config.splits > 1
+    constants = {"SPLITS": splits, "ONE_LAUNCH": merged, "num_warps": waves}
+    if config.arm == "gfx950_mxfp4":
+        name, compiled, partials = "_decode_mxfp4_gfx950", mxfp4_gfx950.compile_decode(splits, merged), "*fp32"
+        constants |= {"waves_per_eu": mxfp4_gfx950.WAVES_PER_EU}
+    else:
+        name, compiled, partials = "_decode_fp8_gfx950", compile_decode(config), "*fp16"
+        constants |= {"WAVES": waves, "PAIRS": True, "waves_per_eu": WAVES_PER_EU}
+    block_d, block_s, num_warps = submission.combine_shape(splits)
     combine = Emulated(
-        submission._combine, compile_combine(config.splits)[0], SPLITS=config.splits, BLOCK_S=block_s, BLOCK_D=block_d,
+        submission._combine, compile_combine(splits, partials)[0], SPLITS=splits, BLOCK_S=block_s, BLOCK_D=block_d,
         DEPENDENT=False, num_warps=num_warps,
     )  # fmt: skip
-    return {"_decode_fp8_gfx950": decode, "_combine": combine}
+    return {name: Emulated(getattr(submission, name), compiled, **constants), "_combine": combine}
+
+
+def pretend_mi355x(monkeypatch, config: Config) -> dict[str, Emulated]:
+    """The submission takes the CPU for an MI355X, whose launches run in the emulator, and `config` for its first
+    choice."""
+    kernels = emulated_kernels(config)
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(submission, name, kernel)
+    for name in ("_PLANS", "_SCRATCH"):
+        monkeypatch.setattr(submission, name, {})
+    monkeypatch.setattr(submission, "_target", lambda device: MI355X)
+    monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, (config,)),))
+    monkeypatch.setenv("MLA_TUNE", "0")
+    monkeypatch.setenv("MLA_KV", submission.ARMS[config.arm].kv)
+    return kernels
 
 
 def error(result: Result, expected: torch.Tensor) -> float:

@@ -8,12 +8,12 @@ import torch
 
 import reference
 import submission
-from bench.gfx950 import MI355X, candidates, describe
+from bench.gfx950 import candidates, describe
 from submission import Config
 from task import BENCHMARKS, NUM_HEADS, QK_HEAD_DIM, SM_SCALE
 
 from . import OutOfBounds
-from .kernels import POISON, draw, emulated_kernels, error, execute, with_fault
+from .kernels import POISON, draw, error, execute, pretend_mi355x, with_fault
 
 EXACT = 2e-3
 PLAIN = 4e-2
@@ -145,14 +145,7 @@ def test_one_launch_whatever_the_order_of_programs(waves):
 @pytest.mark.parametrize("config", [ONE_LAUNCH[4], FORMS[4], replace(FORMS[4], splits=1)], ids=describe)
 def test_submission_proves_and_launches_it(config, monkeypatch):
     """`custom_kernel` on a pretended MI355X whose launches run in the emulator."""
-    kernels = emulated_kernels(config)
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(submission, name, kernel)
-    for name in ("_PLANS", "_SCRATCH"):
-        monkeypatch.setattr(submission, name, {})
-    monkeypatch.setattr(submission, "_target", lambda device: MI355X)
-    monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, (config,)),))
-    monkeypatch.setenv("MLA_TUNE", "0")
+    kernels = pretend_mi355x(monkeypatch, config)
     data = reference.generate_input(1, 1, 140, seed=950)
     out = submission.custom_kernel(data)
     assert submission.last_run().arm == "gfx950_fp8" and submission.last_run().kv == "fp8"
