@@ -97,6 +97,8 @@ def profile_table(result: dict[str, Any], on_gpu: bool) -> Table:
     for name in ("calls", "us", "%"):
         table.add_column(name, justify="right", no_wrap=True)
     times = result["times"]
+    if not times:
+        table.caption = "torch's profiler saw nothing run there"
     if rest := times[PROFILE_ROWS:]:
         _, calls, rest_us = zip(*rest, strict=True)
         times = [*times[:PROFILE_ROWS], (f"{len(rest)} more", sum(calls), math.fsum(rest_us))]
