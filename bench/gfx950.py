@@ -168,7 +168,7 @@ class Resources:
 
 def resources(kernel) -> Resources:
     def figure(name: str) -> int:
-        return int(re.search(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"]).group(1))
+        return int(re.findall(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"])[0])
 
     # The metadata's .vgpr_count is the sum of both kinds.
     agprs = figure("agpr_count")
@@ -180,7 +180,7 @@ def resources(kernel) -> Resources:
 
 def _blocks(asm: str) -> list[tuple[str, list[str]]]:
     """Basic blocks in order: what LLVM's comments say of each, and its instructions."""
-    blocks = [("", [])]
+    blocks: list[tuple[str, list[str]]] = [("", [])]
     for line in asm.splitlines():
         if re.match(r"^(\.LBB\d+_\d+:|; %bb\.\d+:)", line):
             blocks.append((line, []))
@@ -197,8 +197,8 @@ def main_loop(asm: str) -> list[list[str]]:
     for head, instructions in _blocks(asm):
         if match := re.search(r"in Loop: Header=(BB\d+_\d+)", head):
             loops.setdefault(match.group(1), []).append(instructions)
-        elif "Loop Header" in head:
-            loops.setdefault(re.match(r"\.L(BB\d+_\d+)", head).group(1), []).append(instructions)
+        elif match := re.match(r"\.L(BB\d+_\d+).*Loop Header", head):
+            loops.setdefault(match.group(1), []).append(instructions)
     if not loops:
         raise ValueError("asm: expected a loop, got none")
     return max(loops.values(), key=lambda blocks: sum(i.startswith("v_mfma") for block in blocks for i in block))
@@ -285,7 +285,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        return max(self.units_us, key=self.units_us.get)
+        return max(self.units_us, key=lambda unit: self.units_us[unit])
 
 
 def code_of(config: Config) -> Config:
