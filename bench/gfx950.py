@@ -137,8 +137,8 @@ def compile_decode(config: Config, pairs: bool = True, module=submission, s_q: i
     constexprs = {"SPLITS": config.splits, "WAVES": config.num_warps, "PAIRS": pairs, "ONE_LAUNCH": one_launch}
     if s_q == 1:
         constexprs["s_q"] = 1
-    options = {"num_warps": config.num_warps, "waves_per_eu": WAVES_PER_EU}
-    return compile_kernel(GluonASTSource, module._decode_fp8_gfx950, constexprs, **options)
+    fn = module._decode_fp8_gfx950
+    return compile_kernel(GluonASTSource, fn, constexprs, num_warps=config.num_warps, waves_per_eu=WAVES_PER_EU)
 
 
 @functools.cache
