@@ -1120,10 +1120,9 @@ def _mxfp4_step(x, words, values, scales, state, base, left, logit_scale):
     X: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout))
     top = gl.maximum(top, gl.convert_layout(gl.max(x, 3), top.type.layout, assert_trivial=True))
     logit_scale = gl.convert_layout(logit_scale, X, assert_trivial=True)[:, :, None, None]
-    p = gl.exp2(x * logit_scale - gl.convert_layout(base, X, assert_trivial=True)[:, :, None, None])
-    norm += gl.convert_layout(gl.sum(p, 3), norm.type.layout, assert_trivial=True)
-    p = p.reshape([4, 16, 32]).to(gl.bfloat16)
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, M32, 8), assert_trivial=True)
+    p = gl.exp2(x * logit_scale - gl.convert_layout(base, X, assert_trivial=True)[:, :, None, None]).to(gl.bfloat16)
+    norm += gl.convert_layout(gl.sum(p.to(gl.float32), 3), norm.type.layout, assert_trivial=True)
+    p = gl.convert_layout(p.reshape([4, 16, 32]), gl.DotOperandLayout(0, M32, 8), assert_trivial=True)
     # A lane's values all belong to one block, so the conversion applies their scales; only their exponents count, and
     # NaN has reached the scores.
     scale = _view(scales, gl.uint8, [4, 32, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(V).to(gl.int32)
