@@ -50,7 +50,7 @@ def draw(
         absolute.plot(cases, series, label=name, **style)
         relative.plot(cases, [t / times_us[case][roof] for t, case in zip(series, cases, strict=True)], **style)
     absolute.set(yscale="log", ylabel="median time, microseconds", title="Time of one call, cold cache")
-    relative.set(ylabel=f"time / {roof}", title=f"Over its roof, the {roof}", ylim=(0.8, top))
+    relative.set(ylabel=f"times the {roof}", title="Against the roof", ylim=(0.8, top))
     for axes in (absolute, relative):
         axes.set_xlabel("batch x cached tokens")
         axes.tick_params(axis="x", rotation=30)

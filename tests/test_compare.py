@@ -50,7 +50,11 @@ def instant(monkeypatch):
         (entry(10.0), entry(10.9), "within noise"),  # the bands overlap
         (entry(10.0, 0.001), entry(10.05, 0.001), "within noise"),  # apart, but half a per cent
         (entry(10.0, reader_us=5.0), entry(12.0, reader_us=6.5), "within noise"),  # the machine got slower by more
-        (entry(10.0, reader_us=5.0), entry(12.0, reader_us=3.9), "within noise"),  # the machine changed as much
+        (entry(10.0, reader_us=5.0), entry(12.0, reader_us=5.6), "within noise"),  # by as much but for the bands
+        (entry(10.0, reader_us=5.0), entry(10.0, reader_us=7.0), "within noise"),  # as measured, nothing changed
+        (entry(10.0, reader_us=5.0), entry(12.0, reader_us=3.9), "slower"),  # although the machine got faster
+        (entry(10.0, reader_us=5.0), entry(20.0, reader_us=6.0), "slower"),  # by more than the machine
+        (entry(10.0, 0.001, reader_us=5.0), entry(10.3, 0.001, reader_us=5.13), "within noise"),  # half a per cent more
         (entry(10.0, kv_bytes=576), entry(12.0, reader_us=9.0, kv_bytes=300), "slower"),  # another reader says nothing
         (entry(10.0, runs=50), entry(12.0, runs=9), "under 10 runs"),
     ],
