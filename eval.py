@@ -772,31 +772,27 @@ def _run_tests(out: _PopcornOutput, worker: Worker, cases: list[TestCase]) -> bo
 
 
 def _run_benchmarks(out: _PopcornOutput, worker: Worker, cases: list[TestCase], mode: str) -> bool:
-    worker.ask("benchmark", args=cases[0].args, protocol=WARM_UP[mode])  # its failure shows in the first case
+    """Time or profile the cases, up to the first that fails."""
+    if mode == "profile":
+        ask = partial(worker.ask, "profile")
+    else:
+        ask = partial(worker.ask, "benchmark", protocol=PROTOCOLS[mode])
+        worker.ask("benchmark", args=cases[0].args, protocol=WARM_UP[mode])  # its failure shows in the first case
     out.log("benchmark-count", len(cases))
     for index, case in enumerate(cases):
         out.log(f"benchmark.{index}.spec", case.spec)
-        answer = worker.ask("benchmark", args=case.args, protocol=PROTOCOLS[mode])
+        answer = ask(args=case.args)
         if not answer["good"]:
             out.log(f"benchmark.{index}.status", "fail")
             out.log(f"benchmark.{index}.error", answer["message"])
             return False
-        for name, value in dataclasses.asdict(calculate_stats(answer["durations_ns"])).items():
+        if mode == "profile":
+            # The alternative alphabet is the platform's: its reader decodes with the same two characters.
+            figures = {"report": base64.b64encode(answer["report"].encode(), b"+*").decode()}
+        else:
+            figures = dataclasses.asdict(calculate_stats(answer["durations_ns"]))
+        for name, value in figures.items():
             out.log(f"benchmark.{index}.{name}", value)
-    return True
-
-
-def _run_profiles(out: _PopcornOutput, worker: Worker, cases: list[TestCase]) -> bool:
-    out.log("benchmark-count", len(cases))
-    for index, case in enumerate(cases):
-        out.log(f"benchmark.{index}.spec", case.spec)
-        answer = worker.ask("profile", args=case.args)
-        if not answer["good"]:
-            out.log(f"benchmark.{index}.status", "fail")
-            out.log(f"benchmark.{index}.error", answer["message"])
-            return False
-        # The alternative alphabet is the platform's: its reader decodes with the same two characters.
-        out.log(f"benchmark.{index}.report", base64.b64encode(answer["report"].encode(), b"+*").decode())
     return True
 
 
@@ -822,12 +818,7 @@ def platform_main(argv: list[str]) -> int:
         return EXIT_USAGE
     try:
         with _PopcornOutput(descriptor) as out, Worker(ROOT / "submission.py") as worker:
-            if mode == "test":
-                passed = _run_tests(out, worker, cases)
-            elif mode == "profile":
-                passed = _run_profiles(out, worker, cases)
-            else:
-                passed = _run_benchmarks(out, worker, cases, mode)
+            passed = _run_tests(out, worker, cases) if mode == "test" else _run_benchmarks(out, worker, cases, mode)
             out.log("check", "pass" if passed else "fail")
     except DescriptorError as error:
         print(
