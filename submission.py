@@ -1304,6 +1304,7 @@ _GPU = (Config("triton_fp8"), *_TORCH)
 
 
 _AITER = (Config("aiter_own_a16w8", splits=1, block_n=64), Config("aiter_own_a8w8", splits=1, block_n=128))
+_AITER_BF16 = Config("aiter_bf16", splits=1)
 _AITER_CAST = Config("aiter_own_a8w8_cast", splits=1, block_n=128)
 
 
@@ -1343,7 +1344,8 @@ TABLE: tuple[Row, ...] = (
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
     # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
     # `python -m bench.mxfp4_gfx950`; AITER goes by its schedules' busy CUs and longest CU, see docs/aiter.md.
-    Row("gfx950", 4, 1024, (_gfx950(4), _gfx950(2), replace(_AITER[0], block_n=32), _AITER_CAST, _GPU[0], _TORCH[1])),
+    # A small total, where quantising Q costs a launch and the bf16 cache's bytes are few.
+    Row("gfx950", 4, 1024, (_FP8, _gfx950(2), replace(_AITER[0], block_n=32), _AITER_BF16, _GPU[0], _TORCH[1])),
     _gfx950_row(4, 8192, _FP8),
     _gfx950_row(32, 1024, _FP8_MERGED, _FP8),
     _gfx950_row(32, 8192, _FP8_MERGED, _PACKED_MERGED),

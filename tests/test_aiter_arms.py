@@ -163,12 +163,15 @@ def test_table_takes_an_aiter_arm_first(aiter, monkeypatch, batch, kv_len, arm):
 
 
 @pytest.mark.parametrize("case", BENCHMARKS)
-def test_table_lists_both_kernels_for_each_official_shape_and_none_that_is_refused(aiter, keep_overflow, case):
+def test_table_lists_two_kernels_for_each_official_shape_and_none_that_is_refused(aiter, keep_overflow, case):
     aiter(num_cu=256, arithmetic=False)
     batch, kv_len = case["batchsize"], case["kvseqlen"]
     configs = submission.select_config(batch, kv_len, Target("gfx950", 256))
     arms = [config.arm for config in configs if config.arm in AITER_MODES]
-    assert {AITER_MODES[arm].q == "bf16" for arm in arms} == {True, False}
+    smallest = (batch, kv_len) == (4, 1024)
+    expected = {("bf16", "fp8"), ("bf16", "bf16")} if smallest else {("bf16", "fp8"), ("fp8", "fp8")}
+    modes = [AITER_MODES[arm] for arm in arms]
+    assert {("bf16" if mode.q == "bf16" else "fp8", mode.kv) for mode in modes} == expected
     for arm in arms:
         assert ARMS[arm].why_not(problem(batch_size=batch, kv_seq_len=kv_len)) is None
 
