@@ -2481,13 +2481,19 @@ def _key(data: tuple) -> tuple:
     q, kv_data, qo_indptr, kv_indptr, config = data
     bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[name] for name in CACHE_NAMES)
     fixed, growing = (q, fp8_scale, qo_indptr, kv_indptr), (bf16, fp8, mxfp4, mxfp4_scale)
-    total_kv, values = bf16.shape[0], _config_values(config)
+    values = _config_values(config)
+    b, _, s_kv, *_ = values
+    total_kv = bf16.shape[0]
+    mean = divmod(total_kv, b)
     return (
-        problem_of(data),
         *[(x.shape, x.stride(), x.dtype, x.device) for x in fixed],
         *[(x.shape[1:], x.stride(), x.dtype, x.device) for x in growing],
+        *[x.data_ptr() % 16 for x in (q, fp8, mxfp4)],
+        mxfp4_scale.data_ptr() % 4,
         fp8.shape[0] == mxfp4.shape[0] == total_kv <= mxfp4_scale.shape[0],
-        -(-total_kv // config["batch_size"]) <= config["kv_seq_len"],
+        mean <= (s_kv, 0),
+        mean == (s_kv, 0),
+        total_kv == 0,
         torch.is_grad_enabled() and any([x.requires_grad for x in fixed + growing]),
         values,
         *map(type, values),

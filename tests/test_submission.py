@@ -147,7 +147,11 @@ def test_buffers_made_in_a_grad_mode_serve_outside_it(mode, monkeypatch):
 def test_the_key_holds_all_that_a_plan_depends_on(monkeypatch):
     """A later call of the same shape finds a plan by its key alone: what the key leaves out goes unseen."""
     base = submission._key(GOOD)
-    wide = torch.empty(134 * 576 + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    def moved(x):
+        """A tensor like `x`, one element past an aligned address."""
+        return torch.empty(x.nbytes + x.itemsize, dtype=torch.uint8)[x.itemsize :].view(x.dtype).view_as(x)
+
     more = ragged_input([70, 71])[1]
     uniform, none = (
         {"bf16": x["bf16"][:n]} | {name: (x[name][0][:n], x[name][1]) for name in ("fp8", "mxfp4")}
@@ -159,7 +163,10 @@ def test_the_key_holds_all_that_a_plan_depends_on(monkeypatch):
         "num_heads": edit(GOOD, config={"num_heads": 8}),
         "type of a size": edit(GOOD, config={"q_seq_len": True}),
         "gradient": edit(GOOD, q=Q.clone().requires_grad_()),
-        "alignment": edit(GOOD, kv_data={"fp8": (wide[1:].view(134, 1, 576), KV["fp8"][1])}),
+        "alignment of q": edit(GOOD, q=moved(Q)),
+        "alignment of fp8": edit(GOOD, kv_data={"fp8": (moved(KV["fp8"][0]), KV["fp8"][1])}),
+        "alignment of mxfp4": edit(GOOD, kv_data={"mxfp4": (moved(KV["mxfp4"][0]), KV["mxfp4"][1])}),
+        "alignment of its scales": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], moved(KV["mxfp4"][1]))}),
         "strides of q": edit(GOOD, q=torch.empty(2, 16, 640, dtype=torch.bfloat16)[..., :576]),
         "uniform": edit(GOOD, kv_data=uniform),
         "no token at all": edit(GOOD, kv_data=none),
