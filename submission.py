@@ -1299,17 +1299,12 @@ class Row:
     configs: tuple[Config, ...]
 
 
-_TORCH = (Config("torch_bmm", splits=1), Config("torch_chunked", splits=1))
-_GPU = (Config("triton_fp8"), *_TORCH)
-
-
-_AITER = (Config("aiter_own_a16w8", splits=1, block_n=64), Config("aiter_own_a8w8", splits=1, block_n=128))
-_AITER_BF16 = Config("aiter_bf16", splits=1)
-_AITER_CAST = Config("aiter_own_a8w8_cast", splits=1, block_n=128)
-
-
-def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
-    return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
+_TRITON, _CHUNKED = Config("triton_fp8"), Config("torch_chunked", splits=1)
+_GPU = (_TRITON, Config("torch_bmm", splits=1), _CHUNKED)
+_A16W8 = Config("aiter_own_a16w8", splits=1, block_n=64)
+_A8W8 = Config("aiter_own_a8w8", splits=1, block_n=128)
+# At scale 1, which fits the official queries: they are standard normal.
+_CAST = Config("aiter_own_a8w8_cast", splits=1, block_n=128)
 
 
 def _gfx950(waves: int, one_launch: bool = False) -> Config:
@@ -1322,16 +1317,18 @@ _PACKED = Config("gfx950_mxfp4", 0, 128, 4)
 _PACKED_MERGED = replace(_PACKED, one_launch=True)
 
 
-def _gfx950_row(batch_size: int | None, kv_seq_len: int | None, *own: Config) -> Row:
-    # Scale 1 fits the official queries, which are standard normal; others get the scale of their largest element.
-    aiter = (_AITER_CAST, *_AITER)[batch_size is None :][: 4 - len(own)]
-    return Row("gfx950", batch_size, kv_seq_len, (*own, *aiter, _GPU[0], _TORCH[1]))
+def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
+    return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
+
+
+def _mi355x(batch_size: int | None, kv_seq_len: int | None, *configs: Config) -> Row:
+    return Row("gfx950", batch_size, kv_seq_len, (*configs, _TRITON, _CHUNKED))
 
 
 # The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
 # the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
-    Row("cpu", None, None, _TORCH[1:]),
+    Row("cpu", None, None, (_CHUNKED,)),
     _hopper(4, 1024, 16),  # 9.6 us, reader 5.0
     _hopper(4, 8192, 32),  # 16.4 us, reader 10.3
     _hopper(32, 1024, 4),  # 16.0 us, reader 10.3
@@ -1345,15 +1342,15 @@ TABLE: tuple[Row, ...] = (
     # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
     # `python -m bench.mxfp4_gfx950`; AITER goes by its schedules' busy CUs and longest CU, see docs/aiter.md.
     # A small total, where quantising Q costs a launch and the bf16 cache's bytes are few.
-    Row("gfx950", 4, 1024, (_FP8, _gfx950(2), replace(_AITER[0], block_n=32), _AITER_BF16, _GPU[0], _TORCH[1])),
-    _gfx950_row(4, 8192, _FP8),
-    _gfx950_row(32, 1024, _FP8_MERGED, _FP8),
-    _gfx950_row(32, 8192, _FP8_MERGED, _PACKED_MERGED),
-    _gfx950_row(64, 1024, _FP8_MERGED, _FP8),
-    _gfx950_row(64, 8192, _FP8_MERGED, _PACKED_MERGED),
-    _gfx950_row(256, 1024, _FP8),
-    _gfx950_row(256, 8192, _FP8, _PACKED_MERGED),
-    _gfx950_row(None, None, _FP8, _PACKED),
+    _mi355x(4, 1024, _FP8, _gfx950(2), replace(_A16W8, block_n=32), Config("aiter_bf16", splits=1)),
+    _mi355x(4, 8192, _FP8, _CAST, _A16W8, _A8W8),
+    _mi355x(32, 1024, _FP8_MERGED, _FP8, _CAST, _A16W8),
+    _mi355x(32, 8192, _FP8_MERGED, _PACKED_MERGED, _CAST, _A16W8),
+    _mi355x(64, 1024, _FP8_MERGED, _FP8, _CAST, _A16W8),
+    _mi355x(64, 8192, _FP8_MERGED, _PACKED_MERGED, _CAST, _A16W8),
+    _mi355x(256, 1024, _FP8, _CAST, _A16W8, _A8W8),
+    _mi355x(256, 8192, _FP8, _PACKED_MERGED, _CAST, _A16W8),
+    _mi355x(None, None, _FP8, _PACKED, _A16W8, _A8W8),
     Row("gpu", None, None, _GPU),
 )
 

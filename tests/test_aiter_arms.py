@@ -145,7 +145,7 @@ def test_dispatch_times_the_arms_and_keeps_one_of_aiters(aiter, keep_overflow, m
 
     aiter()
     monkeypatch.setitem(ARMS, "page_of_two", replace(ARMS["aiter_own_a16w8"], run=page_of_two))
-    configs = (submission.Config("page_of_two", splits=1), *submission._AITER)
+    configs = (submission.Config("page_of_two", splits=1), submission._A16W8, submission._A8W8)
     monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, configs),))
     data = reference.generate_input(2, 1, 260, seed=9)
     out = submission.custom_kernel(data)
