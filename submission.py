@@ -7,23 +7,19 @@ For each query row t of sequence b, with K = all 576 dims of the cached rows and
 
     out[t, h] = softmax(q[t, h] . K^T * sm_scale) V        over every token of sequence b
 
-Algorithm: split-K flash decoding. A sequence's cache is cut into tiles of BLOCK_N tokens and its tiles are dealt to
-`splits` programs; each program reads its tiles once for all 16 heads, keeps a running maximum m, sum l and output
-accumulator, and leaves a normalised partial output with its log2-sum-exp. The combine weighs the partials.
+Algorithm: split-K flash decoding. A sequence's tiles of BLOCK_N tokens are dealt to `splits` programs. Each reads its
+tiles once for all 16 heads, keeps a running maximum m, sum l and output accumulator, and leaves a normalised partial
+output with its log2-sum-exp. The combine weighs the partials.
 
 Launches per call: one when a sequence is not split (or when the last program to arrive combines), two otherwise.
 
-Dispatch: `custom_kernel` looks its arguments' shapes and layout up in `_PLANS`. A first call runs the candidates of
-`select_config` on its own input, drops each that is not right there and then, and keeps the fastest. Scratch and output
-are allocated once per shape; the returned tensor is valid until the next call of that shape.
+Dispatch: a first call of a shape runs the candidates of `select_config` on its own input, drops each that is not right
+there and then, and keeps the fastest in `_PLANS`, where later calls find it.
 
-Caches: fp8 or bf16. The mxfp4 cache holds half the bytes and rounds four times as coarsely: unless it is asked for, an
-arm over it may only win where attention over it keeps the problem's written tolerance of attention over the bf16 cache
-on 99.5 % of the elements, as MXFP4_MIN_KV_LEN and MXFP4_MIN_BATCH predict and a first call checks on its input.
-
-Environment: MLA_BACKEND=<arm> forces an arm; MLA_KV=fp8 never reads the mxfp4 cache, MLA_KV=mxfp4 always does, auto is
-the default; MLA_TUNE=0 takes the first arm that proves right, untimed; MLA_VERBOSE=1 prints each arm's error and time;
-MLA_TUNE_SECONDS=<s> limits a first call (20), after which untried arms stay out.
+Environment: MLA_BACKEND=<arm> forces an arm; MLA_KV=fp8 never reads the mxfp4 cache, MLA_KV=mxfp4 always does, auto,
+the default, where that costs little accuracy (MXFP4_MIN_KV_LEN); MLA_TUNE=0 takes the first arm that proves right,
+untimed; MLA_VERBOSE=1 prints each arm's error and time; MLA_TUNE_SECONDS=<s> limits a first call (20), after which
+untried arms stay out.
 """
 
 from __future__ import annotations
@@ -2510,14 +2506,13 @@ def custom_kernel(data: tuple) -> torch.Tensor:
       config     batch_size, q_seq_len, kv_seq_len (no sequence is longer), sm_scale, dimensions
 
     Returns bfloat16 (batch_size * q_seq_len, 16, 512), owned by this module, valid until the next call with the same
-    device, batch_size, q_seq_len and kv_seq_len. Inputs are never written. Query i of a sequence sees all but its last
-    q_seq_len - 1 - i tokens; without a token to see it is zero. There is no gradient. Where an AITER arm serves, token
-    0 of the cache must be finite: the kernels read it in place of the tokens a last tile lacks.
+    device, batch_size, q_seq_len and kv_seq_len; calls of one shape share scratch too, so order them on one queue.
+    Query i of a sequence sees all but its last q_seq_len - 1 - i tokens; without a token to see it is zero. Inputs are
+    never written. There is no gradient. Where an AITER arm serves, token 0 of the cache must be finite: the kernels
+    read it in place of the tokens a last tile lacks.
 
-    The first call of a shape and layout proves and times the arms on its input, so it synchronises and cannot be
-    captured in a graph; later ones neither synchronise nor allocate. Calls of one shape share scratch: order them on
-    one queue. Raises TypeError, KeyError or ValueError for arguments that do not fit (see `check_arguments`),
-    RuntimeError if no arm proves right.
+    The first call of a shape and layout synchronises and cannot be captured in a graph; later ones neither synchronise
+    nor allocate. Raises what `check_arguments` raises, RuntimeError if no arm proves right.
     """
     global _last
     try:
