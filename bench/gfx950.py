@@ -115,11 +115,12 @@ DECODE_TYPES = {
 
 
 def compile_kernel(source_class, fn, constexprs: dict, types: dict | None = None, **options):
-    """As a launch with the official arguments compiles it: addresses and strides of 16 bytes, tensors under 2 GiB."""
+    """As a launch with the official arguments compiles it: addresses and strides, but of scales, of 16 bytes, tensors
+    under 2 GiB."""
     signature = {name: "constexpr" if name in constexprs else (types or DECODE_TYPES)[name] for name in fn.arg_names}
     attributes = {}
     for i, (name, kind) in enumerate(signature.items()):
-        if kind[0] == "*" or name.startswith("stride"):
+        if kind[0] == "*" or (name.startswith("stride") and "scale" not in name):
             attributes[(i,)] = [["tt.divisibility", 16]]
         if kind[0] == "*":
             attributes[(i,)].append(["tt.pointer_range", 32])

@@ -84,13 +84,20 @@ def test_portable_kernel_sees_nan_and_keeps_it_in_its_sequence():
 # ---- the Gluon kernel
 
 
-def run_gluon(data, splits: int, one_launch: bool = False, module=submission, ticket=None, **options):
-    """Output (total_q, 16, 512); two launches' partials are merged in float64. Scales' padding columns are NaN."""
+def run_gluon(data, splits: int, one_launch: bool = False, module=submission, ticket=None, first_row=0, **options):
+    """Output (total_q, 16, 512); two launches' partials are merged in float64.
+
+    Rows are 304 and 28 bytes apart, the first at `first_row`; what lies between is NaN.
+    """
     q, kv_data, _, kv_indptr, config = data
-    packed, scales = (x.view(torch.uint8).clone() for x in kv_data["mxfp4"])
-    packed, scales = packed[:, 0].contiguous(), scales[: packed.shape[0]].contiguous()
-    scales[:, 18:] = 255
-    words = scales.view(torch.int32)
+    rows = kv_data["mxfp4"][0].shape[0]
+    # Never written before `first_row`, so the system hands out no memory for it.
+    packed, scales = (torch.empty(first_row + rows, width, dtype=torch.uint8) for width in (304, 28))
+    packed[first_row:] = 0x77
+    scales[first_row:] = 255
+    packed[first_row:, :288] = kv_data["mxfp4"][0].view(torch.uint8)[:, 0]
+    scales[first_row:, :18] = kv_data["mxfp4"][1].view(torch.uint8)[:rows, :18]
+    words, kv_indptr = scales.view(torch.int32), kv_indptr + first_row
     out = torch.full((q.shape[0], 16, 512), torch.nan, dtype=torch.bfloat16)
     part = torch.full((q.shape[0], splits, 16, 512), torch.nan)
     lse = torch.full((q.shape[0], splits, 16), torch.nan)
@@ -122,6 +129,12 @@ def test_several_queries_are_bottom_right_causal():
     data = ragged_input([66, 2, 0], s_q=3)
     output = run_gluon(data, 1)
     assert not output[[3, 6, 7, 8]].any()
+    assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
+
+
+def test_sequence_beyond_two_gibibytes():
+    data = ragged_input([150])
+    output = run_gluon(data, 2, first_row=2**31 // 304 + 1000)
     assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
 
 
