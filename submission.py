@@ -864,6 +864,17 @@ def _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES: gl.constexpr, STAT: gl
 
 
 @_gluon_jit
+def _gfx950_chunks(q, smem, WAVES: gl.constexpr):
+    """fp8 Q [16, 512] as four operands of 128 dims, by way of LDS, which keeps it."""
+    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1]), 16)
+    smem.store(q)
+    chunks = ()
+    for c in gl.static_range(4):
+        chunks = chunks + (_each_wave(smem.slice(128 * c, 128, 1), A128, WAVES),)
+    return chunks
+
+
+@_gluon_jit
 def _gfx950_weights(m, norm):
     """From the waves' maxima and sums [WAVES, 16] the weights of their shares of the output, and its log2-sum-exp."""
     top = gl.max(m, 0)
@@ -874,20 +885,12 @@ def _gfx950_weights(m, norm):
 
 @_gluon_jit
 def _gfx950_finish(
-    merge,  # LDS [WAVES, 16, 512], the waves' shares of the output
-    lse,
-    kv_scale,
-    out_ptr,
-    part_ptr,
-    lse_ptr,
-    ticket_ptr,
-    t,
-    split,
-    SPLITS: gl.constexpr,
-    WAVES: gl.constexpr,
+    merge, lse, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS: gl.constexpr, WAVES: gl.constexpr,
     ONE_LAUNCH: gl.constexpr,
-):
-    """Adds up the waves and writes the output, or the partial and, as the last of a query row to arrive, the output."""
+):  # fmt: skip
+    """Adds up the waves' shares, [WAVES, 16, 512] in LDS, and writes the output, or the partial and, as the last of a
+    query row to arrive, the output.
+    """
     OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
     o = merge.slice(0, 1, 0).load(OUT)
     for w in gl.static_range(1, WAVES):
@@ -939,7 +942,6 @@ def _decode_fp8_gfx950(
     gl.static_assert(gl.num_warps() == WAVES)
     gl.static_assert(WAVES > 1 or not ONE_LAUNCH)
     TILE: gl.constexpr = 32 * WAVES
-    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
     M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
     STAT: gl.constexpr = gl.SliceLayout(2, M32)
     # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
@@ -965,16 +967,11 @@ def _decode_fp8_gfx950(
     qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES, STAT)
     # One piece of LDS hands out rope, then hi; lo stays there.
     A32: gl.constexpr = gl.DotOperandLayout(0, M32, 16)
-    A128: gl.constexpr = gl.DotOperandLayout(0, M128, 16)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     q_smem.slice(0, 64, 1).store(qr_hi)
     q_smem.slice(64, 64, 1).store(qr_lo)
     rope = (_each_wave(q_smem.slice(0, 64, 1), A32, WAVES), _each_wave(q_smem.slice(64, 64, 1), A32, WAVES))
-    q_smem.store(qn_hi)
-    q = ()
-    for c in gl.static_range(4):
-        q = q + (_each_wave(q_smem.slice(128 * c, 128, 1), A128, WAVES),)
-    q = q + rope
+    q = _gfx950_chunks(qn_hi, q_smem, WAVES) + rope
     if PAIRS:
         q_smem.store(qn_lo)
 
@@ -1151,17 +1148,6 @@ def _interleave(x):
 
 
 @_gluon_jit
-def _chunks(q, smem):
-    """fp8 Q [16, 512] as four operands, its blocks in the order in which K's chunks take them."""
-    smem.store(q.reshape([16, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([16, 512]))
-    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
-    chunks = ()
-    for c in gl.static_range(4):
-        chunks = chunks + (_each_wave(smem.slice(128 * c, 128, 1), A128, 4),)
-    return chunks
-
-
-@_gluon_jit
 def _decode_mxfp4_gfx950(
     q_ptr,  # bf16 [total_q, 16, 576]
     kv_ptr,  # uint8 [total_kv, 288], rows of 16-byte multiples
@@ -1202,9 +1188,11 @@ def _decode_mxfp4_gfx950(
     scale_first = scale_ptr + row * stride_scale_t
     tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
 
+    # Blocks of 32 dims in the order in which K's chunks take them.
+    qn = qn.reshape([16, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([16, 512])
     qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, 1.0, softmax_scale, 4, STAT)
     q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-    q = _chunks(qn_hi, q_smem) + _chunks(qn_lo, q_smem)
+    q = _gfx950_chunks(qn_hi, q_smem, 4) + _gfx950_chunks(qn_lo, q_smem, 4)
     q_smem.slice(0, 64, 1).store(qr_hi)
     q_smem.slice(64, 64, 1).store(qr_lo)
     A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)

@@ -157,7 +157,7 @@ def test_submission_proves_and_launches_it(config, monkeypatch):
 
 FAULTS = {
     "dropped tile": ("n_tiles * (split + 1) // SPLITS\n", "(n_tiles - 1) * (split + 1) // SPLITS\n"),
-    "LSE to the base e": ("lse = top + gl.log2(total) - 8.0", "lse = (top + gl.log2(total) - 8.0) * 0.6931"),
+    "LSE to the base e": ("merge, lse - 8.0, kv_scale", "merge, (lse - 8.0) * 0.6931, kv_scale"),
     "mask off by one": ("_iota(4, 4, X5, 5) < lane_left", "_iota(4, 4, X5, 5) <= lane_left"),
     "wrong swizzle": ("((row >> i) & 1) * KEYS[i]", "((row >> i) & 1) * (KEYS[i] & 3)"),
     "load into the buffer in use": ("left - TILE, stride_kv_t, 1, WAVES)", "left - TILE, stride_kv_t, 0, WAVES)"),
