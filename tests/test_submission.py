@@ -478,6 +478,13 @@ def test_nothing_right_is_an_error_with_every_reason(plant):
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
 
 
+def test_a_row_without_an_arm_for_the_call_is_an_error_with_every_reason(monkeypatch):
+    row = Row("cpu", None, None, (Config("triton_fp8"), Config("torch_bmm", splits=1)))
+    monkeypatch.setattr(submission, "TABLE", (row,))
+    with pytest.raises(RuntimeError, match="no arm can serve .*: triton_fp8: .* GPU; torch_bmm: .* ragged batch"):
+        submission.custom_kernel(GOOD)
+
+
 def test_gain_of_two_percent_is_caught_even_where_the_error_would_pass(plant):
     plant(gain=lambda data, plan: right(data, plan).mul_(1.02))
     submission.ARMS["gain"] = replace(submission.ARMS["gain"], max_error=0.05)
