@@ -330,6 +330,11 @@ BAD_ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("scale", [KV["fp8"][1].view(()), torch.ones(5)[::5]], ids=["0-d", "strided"])
+def test_one_scale_of_any_form_is_taken(scale):
+    submission.custom_kernel(edit(GOOD, kv_data={"fp8": (KV["fp8"][0], scale)}))
+
+
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_bad_argument_is_named(name):
     data, error, message = BAD_ARGUMENTS[name]
@@ -478,6 +483,14 @@ def test_nothing_right_is_an_error_with_every_reason(plant):
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
 
 
+def test_fallback_names_the_arms_before_it(monkeypatch, capsys):
+    row = Row("cpu", None, None, (Config("triton_fp8"), Config("torch_chunked", splits=1), Config("hopper_fp8")))
+    monkeypatch.setattr(submission, "TABLE", (row,))
+    submission.custom_kernel(GOOD)
+    reason = "triton_fp8: the inputs are on cpu, not on a GPU"
+    assert capsys.readouterr().err == f"mixed-mla: fell back to torch_chunked ({reason})\n"
+
+
 def test_a_row_without_an_arm_for_the_call_is_an_error_with_every_reason(monkeypatch):
     row = Row("cpu", None, None, (Config("triton_fp8"), Config("torch_bmm", splits=1)))
     monkeypatch.setattr(submission, "TABLE", (row,))
@@ -556,8 +569,10 @@ def test_untuned_takes_the_first_right_arm(plant, monkeypatch, capsys):
 
 
 def test_verbose_prints_arms_errors_and_times(plant, monkeypatch, capsys):
-    monkeypatch.setenv("MLA_VERBOSE", "1")
     plant(slow=slow, fast=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 65, 3))
+    assert "2x65" not in capsys.readouterr().err
+    monkeypatch.setenv("MLA_VERBOSE", "1")
     submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
     err = capsys.readouterr().err
     assert "2x64: slow" in err and "2x64: fast" in err and "2x64: chose fast" in err and " us" in err
@@ -723,8 +738,9 @@ def test_mxfp4_wins_unasked_only_within_tolerance(plant_mxfp4, monkeypatch, caps
     assert submission.last_run().arm == "packed"
 
 
-def test_mxfp4_asked_for_need_not_be_within_tolerance(plant_mxfp4, monkeypatch):
-    monkeypatch.setenv("MLA_KV", "mxfp4")
+@pytest.mark.parametrize("name, value", [("MLA_KV", "mxfp4"), ("MLA_BACKEND", "packed")])
+def test_mxfp4_asked_for_need_not_be_within_tolerance(plant_mxfp4, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     monkeypatch.setattr(submission, "_MXFP4", ())
     submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
     assert submission.last_run().arm == "packed"
