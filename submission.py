@@ -2373,6 +2373,14 @@ def _timed(call: Callable[[], torch.Tensor], flush: torch.Tensor | None) -> tupl
     return output, start.elapsed_time(end) * 1e3
 
 
+def _spoil(problem: Problem) -> None:
+    """Fills the output and all partials with NaN: no arm may live on what another one, or its last run, left there."""
+    _output(problem).fill_(float("nan"))
+    for (name, *_, device), x in list(_SCRATCH.items()):  # other threads add to it
+        if name in ("part", "lse") and device == problem.device:
+            x.fill_(float("nan"))
+
+
 def _prove(
     data: tuple, plan: Plan, expected: torch.Tensor, flush: torch.Tensor | None, runs: int
 ) -> tuple[float, float]:
@@ -2380,10 +2388,12 @@ def _prove(
 
     Raises RuntimeError if it is wrong, or differs from one run to the next.
     """
+    _spoil(plan.problem)
     first = plan.run(data).clone()
     error = _error(first, expected, plan.arm.max_error)
     times_us = []
     for i in range(runs):
+        _spoil(plan.problem)
         output, time_us = _timed(partial(plan.run, data), flush)
         times_us.append(time_us)
         # Compared as bits, so that a NaN that belongs there equals itself.
@@ -2496,7 +2506,7 @@ def custom_kernel(data: tuple) -> torch.Tensor:
       config     batch_size, q_seq_len, kv_seq_len (no sequence is longer), sm_scale, dimensions
 
     Returns bfloat16 (batch_size * q_seq_len, 16, 512), owned by this module, valid until the next call with the same
-    device, batch_size, q_seq_len and kv_seq_len; calls of one shape share scratch too, so order them on one queue.
+    device, batch_size, q_seq_len and kv_seq_len; calls share scratch, so order all of a device's on one queue.
     Query i of a sequence sees all but its last q_seq_len - 1 - i tokens; without a token to see it is zero. Inputs are
     never written. There is no gradient. Where an AITER arm serves, token 0 of the cache must be finite: the kernels
     read it in place of the tokens a last tile lacks.

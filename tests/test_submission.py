@@ -1,5 +1,6 @@
 """The submission's arguments, table and dispatch."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -475,6 +476,31 @@ def test_only_the_right_and_fast_arm_wins(plant, capsys):
     assert "gain 1.05" in dropped["gain"] or "error" in dropped["gain"]
     assert "differs from the first" in dropped["nan"]
     assert "illegal instruction" in dropped["raises"]
+
+
+def test_an_arm_cannot_live_on_what_another_left_behind(plant, capsys):
+    def through_partials(data, plan):
+        output = slow(data, plan)
+        part, lse = submission._partials(plan.problem, 2)
+        part.copy_(output[:, None])
+        lse.zero_()
+        return output
+
+    def combines_only(data, plan):
+        part, lse = submission._partials(plan.problem, 2)
+        return submission._output(plan.problem).copy_((part * lse.softmax(1)[..., None]).sum(1))
+
+    writes = itertools.cycle([True, False])
+    plant(
+        slow=through_partials,
+        idle=lambda data, plan: submission._output(plan.problem),
+        combine=combines_only,
+        idle_now_and_then=lambda data, plan: (right if next(writes) else submission.ARMS["idle"].run)(data, plan),
+    )
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "slow"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[3] for line in lines if "dropped" in line] == ["idle", "combine", "idle_now_and_then"]
 
 
 def test_nothing_right_is_an_error_with_every_reason(plant):
