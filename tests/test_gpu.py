@@ -1,6 +1,7 @@
 """What only a GPU can show. Skipped, with the reason, where there is none."""
 
 import os
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -154,6 +155,30 @@ def test_misaligned_cache_falls_back_to_the_portable_kernel(capsys):
     assert relative_error(output, expected) < 3e-3
     if TARGET.name == "sm90":
         assert "fell back to triton_fp8 (hopper_fp8: it needs" in capsys.readouterr().err
+
+
+def test_a_call_runs_under_its_own_device(monkeypatch):
+    """Another device is current: launches belong to the one that holds the inputs. One GPU stands for both."""
+    data = reference.generate_input(4, 1, 1024, 5)
+    expected = submission.custom_kernel(data).clone()
+    current = [1]
+
+    @contextmanager
+    def under(device):
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def run_under(plan, data):
+        ran_under.append(current[-1])
+        return run_plan(plan, data)
+
+    ran_under, run_plan = [], submission.Plan.run
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", under)
+    monkeypatch.setattr(submission.Plan, "run", run_under)
+    assert torch.equal(submission.custom_kernel(data), expected)
+    assert ran_under == [0] and current == [1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")
