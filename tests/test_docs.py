@@ -41,6 +41,12 @@ def test_row_of_a_new_shape_is_taken():
     assert submission.last_run().arm == "torch_chunked"
 
 
+def test_changelog_begins_with_the_version_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    latest = re.search(r"^## ([\d.]+) ", (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(rf'^version = "{re.escape(latest[1])}"$', project, re.MULTILINE)
+
+
 def test_design_lists_every_arm():
     rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"), re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
