@@ -98,7 +98,7 @@ def test_a_result_is_within_noise_of_itself():
     recorded = load_result(RECORDED)
     comparison = compare.compare(recorded, recorded)
     assert len(comparison.changes) == 8 and comparison.differences == []
-    assert {change.verdict for change in comparison.changes} == {"within noise"}
+    assert {change.verdict for change in comparison.changes} <= {"within noise", "under 10 runs"}
     assert comparison.geomean_ratio == pytest.approx(1)
 
 
