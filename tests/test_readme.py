@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 
+import submission
 from bench import cli
 from bench.file_rules import submit_command
 from tests.eval_stand_ins import ROOT
@@ -79,7 +81,13 @@ def test_eval_command_parses(line, monkeypatch, tmp_path):
     command = typer.main.get_command(cli.app).commands[words[0]]
     context = command.make_context(words[0], words[1:])
     if "case" in context.params:
-        assert cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+        cases = cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+        assert cases
+        if backend := context.params["backend"]:
+            for args in (case.args for case in cases):
+                sizes = args["batchsize"], args["qseqlen"], args["kvseqlen"]
+                problem = submission.Problem(torch.device("cpu"), *sizes, 1.0, True, False, True, True, True)
+                assert submission.ARMS[backend].why_not(problem) is None
 
 
 @pytest.mark.parametrize("line", MODULES)
