@@ -837,7 +837,7 @@ def main(argv: list[str] | None = None) -> int:
         print("POPCORN_FD is not set; to run a case file by hand use `--cases FILE`", file=sys.stderr)
         return EXIT_NO_DESCRIPTOR
     try:
-        from bench.cli import app
+        from bench.cli import EXIT_UNWRITTEN, app
     except ModuleNotFoundError as error:
         print(
             f"{error}; without POPCORN_FD, eval.py is a command line that needs the extra `cli`: "
@@ -845,7 +845,12 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    return app(argv, prog_name="python eval.py")
+    try:
+        return app(argv, prog_name="python eval.py")
+    except OSError as error:  # standard output takes no more, as on a full disk, and would say so again at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(error, file=sys.stderr)
+        return EXIT_UNWRITTEN
 
 
 if __name__ == "__main__":

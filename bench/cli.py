@@ -242,7 +242,8 @@ def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, Any]]
     """A bar on standard error, shown on a terminal only, whatever FORCE_COLOR says."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    with progress if sys.stderr.isatty() else contextlib.nullcontext():  # one that is not started prints nothing
+    shown = sys.stderr and sys.stderr.isatty()
+    with progress if shown else contextlib.nullcontext():  # one that is not started prints nothing
         yield progress, progress.add_task(description, total=total)
 
 
@@ -310,7 +311,7 @@ class Run:
         self.environment: dict[str, Any] = {}
         self.results: list[dict[str, Any]] = []
         self.cases = 0
-        self._json_path = json_path
+        self.json_path = json_path
         self._timeout_s = timeout_s
         self._stopped: int | None = None
         self._unwritten: list[str] = []
@@ -374,9 +375,9 @@ class Run:
 
     def finish(self, *tables: Table, extra: dict[str, Any] | None = None) -> NoReturn:
         """Write the JSON file, print the tables and one line for each failed case, exit with the documented code."""
-        if self._json_path is not None:
+        if self.json_path is not None:
             text = json.dumps(_finite({**self.document(), **(extra or {})}), indent=2) + "\n"
-            self.write("--json", partial(self._json_path.write_text, text, encoding="utf-8"))
+            self.write("--json", partial(self.json_path.write_text, text, encoding="utf-8"))
         for table in tables if self.results else ():
             self.console.print(table)
         failed = [result for result in self.results if not result["good"]]
@@ -477,6 +478,9 @@ def _timed(
     compare_with: Path | None,
     picture: Path | None,
 ) -> None:
+    if picture is not None and run.json_path is not None and picture.resolve() == run.json_path.resolve():
+        message = f"expected another file than that of --json, got {str(picture)!r}"
+        raise typer.BadParameter(message, param_hint="--plot")
     old = None if compare_with is None else _old_result(compare_with, chosen)
     protocol = evaluator.PROTOCOLS[run.mode]
     if repeats is not None:

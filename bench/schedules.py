@@ -8,6 +8,7 @@ prints busy CUs, the most tokens on one CU and the most items of one sequence; n
 from collections import Counter
 from collections.abc import Callable
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -109,6 +110,7 @@ SCHEDULES: dict[str, Callable[[int, int], AiterSchedule]] = {
 
 
 def main() -> None:
+    """Count what each schedule makes of the ranked shapes."""
     table = Table(title=f"Busy CUs of {NUM_CU} / most tokens on one CU / most items of one sequence")
     table.add_column("batch x kv")
     for name in SCHEDULES:
@@ -121,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -140,6 +140,7 @@ def test_a_case_measured_twice_is_compared_twice():
         (json.dumps(result(cases=[1])).encode(), "got 1 as case 0"),
         (json.dumps(result(cases=[entry(10.0), entry(-1.0)])).encode(), "as case 1"),
         (json.dumps(result(cases=[entry(10.0, runs=True)])).encode(), "as case 0"),
+        (json.dumps(result(cases=[entry(10.0, runs=10**400)])).encode(), "as case 0"),
         (json.dumps(result(cases=[entry(10.0, half_band=-0.1)])).encode(), "as case 0"),
         (json.dumps(result(cases=[{**entry(10.0), "kv_bytes": None}])).encode(), "as case 0"),
         (json.dumps(result(cases=[{**entry(10.0), "reader_time": {}}])).encode(), "as case 0"),
@@ -213,6 +214,9 @@ def test_a_plot_that_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch)
     assert done.exit_code == 2 and "expected a name that ends in one of" in done.stderr
     done = run("benchmark", "--plot", tmp_path / "none" / "times.png")
     assert done.exit_code == 2 and "expected a place to write to" in done.stderr
+    (tmp_path / "link").symlink_to(tmp_path)
+    done = run("benchmark", "--plot", tmp_path / "x.svg", "--json", tmp_path / "link" / "x.svg")
+    assert done.exit_code == 2 and "expected another file than that of --json" in done.stderr
     monkeypatch.delitem(sys.modules, "bench.roofline", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -311,10 +311,10 @@ def custom_kernel(data):
 """
 
 
-def start(*args, **more):
+def start(*args, stdout=subprocess.PIPE, **more):
     env = {name: value for name, value in os.environ.items() if name != "POPCORN_FD"}
     command = [sys.executable, str(ROOT / "eval.py"), *map(str, args)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, **more)
 
 
 def children(pid):
@@ -395,6 +395,19 @@ def test_short_commands_take_a_broken_pipe_calmly(command):
     process = start(command)
     process.stdout.close()
     assert process.wait(timeout=60) in (1, 141) and process.stderr.read() == ""
+
+
+def test_a_full_disk_under_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        process = start("lint", stdout=full)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and said.splitlines() == ["[Errno 28] No space left on device"]
+
+
+def test_a_closed_standard_error_changes_nothing():
+    process = start("test", "--case", "1x16", preexec_fn=lambda: os.close(2))
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "1x16" in shown
 
 
 def test_a_killed_command_leaves_no_worker_and_no_traceback(tmp_path):
