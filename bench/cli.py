@@ -221,6 +221,15 @@ class _Console(Console):
             super().on_broken_pipe()
         raise typer.Exit(EXIT_BROKEN_PIPE)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich does, but a table keeps its figures whole: a narrow terminal breaks its lines."""
+        own_width = self.width
+        if len(objects) == 1 and isinstance(objects[0], Table):
+            wanted = self.measure(objects[0], options=self.options.update(width=PIPE_WIDTH)).maximum
+            self.width = max(own_width, wanted)
+        super().print(*objects, **options)
+        self.width = own_width
+
 
 def make_console() -> Console:
     """Standard output; a pipe or file gets a width of its own, so that tables are not squeezed into 80 columns."""

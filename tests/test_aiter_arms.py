@@ -17,6 +17,7 @@ from tests.aiter_model import SCHEMAS, AiterModel, Misuse, Watch, plan_for, stan
 from tests.inputs import ragged_input
 
 STAGE1, REDUCE, QUANT = "mla_decode_stage1_asm_fwd", "mla_reduce_v1", "dynamic_per_tensor_quant"
+pytestmark = pytest.mark.usefixtures("no_gpu")
 NUM_CU = 64
 
 

@@ -21,6 +21,7 @@ from tests.aiter_wheel import code_object, mla_source, skip_without_wheel
 from tests.gfx950.aiter_objects import PERSISTENT, SPLIT
 
 STAGE1, REDUCE, QUANT = "mla_decode_stage1_asm_fwd", "mla_reduce_v1", "dynamic_per_tensor_quant"
+pytestmark = pytest.mark.usefixtures("no_gpu")
 LIBRARY_ARMS = [name for name, mode in AITER_MODES.items() if mode.entry in ("split_kv", "fwd")]
 
 

@@ -1,5 +1,6 @@
 """The pages of docs/ are true: their examples run and compute what they say, their links and commands exist."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -32,7 +33,7 @@ def test_serving_loop_stays_one_shape_and_is_right(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_row_of_a_new_shape_is_taken():
+def test_row_of_a_new_shape_is_taken(no_gpu):
     before = submission.TABLE
     exec(NEW_ROW, {})
     assert submission.TABLE[1:] == before
@@ -71,7 +72,7 @@ def documented_commands() -> list[str]:
 @pytest.mark.parametrize("module", sorted({line.split()[2] for line in documented_commands()}))
 def test_module_commands_know_their_options(module):
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True,
-                          env={"COLUMNS": "200", "PATH": "", "HOME": str(ROOT)})  # fmt: skip
+                          env={**os.environ, "COLUMNS": "200"})  # fmt: skip
     assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
     for line in documented_commands():
         words = shlex.split(line)

@@ -428,13 +428,13 @@ def test_a_result_that_cannot_be_written_costs_the_exit_code_only(tmp_path, monk
 # ---- what a terminal gets ----
 
 
-def in_a_terminal(*args, **env):
-    """All that the command writes to a terminal of 120 columns, and its exit code."""
+def in_a_terminal(*args, columns=120, **env):
+    """All that the command writes to a terminal of so many columns, and its exit code."""
     pid, terminal = pty.fork()
     if pid == 0:
         clean = {name: value for name, value in os.environ.items() if name not in ("POPCORN_FD", "NO_COLOR")}
         os.environ.clear()
-        os.environ.update(clean, TERM="xterm-256color", COLUMNS="120", **env)
+        os.environ.update(clean, TERM="xterm-256color", COLUMNS=str(columns), **env)
         os.execv(sys.executable, [sys.executable, str(ROOT / "eval.py"), *args])
     written = b""
     with contextlib.suppress(OSError):  # how a terminal says that it ended
@@ -452,6 +452,12 @@ def test_a_terminal_gets_a_progress_bar_and_colour_unless_it_asks_for_none():
     assert code == 0 and "━" * 10 + "\x1b" in written and COLOUR.search(written)
     written, code = in_a_terminal("test", "--case", "1x64", NO_COLOR="1")
     assert code == 0 and "pass" in written and not COLOUR.search(written)
+
+
+def test_a_narrow_terminal_gets_every_figure_whole():
+    written, code = in_a_terminal("test", "--case", "1x64", columns=80, NO_COLOR="1")
+    (row,) = [line for line in written.splitlines() if "│ 1x64" in line]
+    assert code == 0 and "…" not in row and len(re.findall(r"\d\.\d\de-\d\d / \d\.\d\de-\d\d", row)) == 2
 
 
 def test_elsewhere_there_is_no_bar_whatever_forces_colour():

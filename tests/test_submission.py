@@ -20,6 +20,7 @@ from submission import ARMS, TABLE, Arm, Config, Row, Target, choose_splits, sel
 from tests.inputs import ragged_input, relative_error
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 @pytest.fixture(autouse=True)

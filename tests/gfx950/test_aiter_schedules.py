@@ -19,6 +19,7 @@ from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects
 
 STAGE1, REDUCE, QUANT = "mla_decode_stage1_asm_fwd", "mla_reduce_v1", "dynamic_per_tensor_quant"
+pytestmark = pytest.mark.usefixtures("no_gpu")
 METADATA = "get_mla_metadata_v1"
 FORMS = {BF16: "bf16", FP8: "fp8"}
 

@@ -15,6 +15,7 @@ from task import BENCHMARKS, NUM_HEADS, QK_HEAD_DIM, SM_SCALE
 from . import OutOfBounds
 from .kernels import POISON, draw, error, execute, pretend_mi355x, with_fault
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
 EXACT = 2e-3
 PLAIN = 4e-2
 FORMS = {waves: replace(submission._gfx950(waves), splits=2) for waves in (4, 2, 1)}

@@ -19,6 +19,7 @@ from tests.test_compile import MXFP4
 from . import OutOfBounds, TritonKernel
 from .kernels import pretend_mi355x, taken, unexpected, with_fault
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
 KERNEL_ERROR = 3e-3
 
 
