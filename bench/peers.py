@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import triton
-import triton.language as tl
 import typer
 from rich.table import Table
 
@@ -27,6 +25,12 @@ import submission
 from bench.cli import case_label, choose_cases, make_console, time_interleaved, time_summary
 from bench.reader import Reader, cache_tensors
 from task import NUM_HEADS, QK_HEAD_DIM, V_HEAD_DIM
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise SystemExit(f"bench.peers: expected Triton, which a GPU build of torch brings ({error})") from error
 
 LOG2E = 1.4426950408889634
 OURS = "ours"  # what the submission picks by itself
