@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -1964,8 +1964,12 @@ def _bind(name: str, function: Callable, given: Iterable[str], optional: set[str
     unknown = [x for x, required in parameters.items() if required and accepted[x] not in given]
     if missing or unknown:
         raise AiterUnfit(f"{name}: unknown layout {tuple(parameters)}: lacks {missing}, requires {unknown}")
-    names = {x: value for x, value in accepted.items() if value in given}
-    return lambda values: function(**{x: values[value] for x, value in names.items()})
+    # By position as far as it goes: a name of the Python layer need not be the compiled op's own.
+    leading = list(takewhile(lambda value: value in given, accepted.values()))
+    named = {x: value for x, value in list(accepted.items())[len(leading) :] if value in given}
+    return lambda values: function(
+        *[values[value] for value in leading], **{x: values[value] for x, value in named.items()}
+    )
 
 
 def _aiter_indices(problem: Problem) -> dict[str, torch.Tensor]:
