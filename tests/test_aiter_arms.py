@@ -1,6 +1,7 @@
 """The AITER arms over the CPU model of AITER: results, the ops of a steady-state call, versions, refusals."""
 
 import contextlib
+import inspect
 import re
 import sys
 from dataclasses import replace
@@ -175,6 +176,15 @@ def test_table_lists_two_kernels_for_each_official_shape_and_none_that_is_refuse
     assert {("bf16" if mode.q == "bf16" else "fp8", mode.kv) for mode in modes} == expected
     for arm in arms:
         assert ARMS[arm].why_not(problem(batch_size=batch, kv_seq_len=kv_len)) is None
+
+
+def test_arguments_go_by_position_up_to_the_first_that_is_left_out():
+    def op(*args, **kwargs):
+        return args, kwargs
+
+    op.__signature__ = inspect.signature(lambda Q, kv_buffer, lse=None, sm_scale=None: None)
+    call = submission._bind("no_compiled_op", op, ("q", "kv_buffer", "sm_scale"), set())
+    assert call({"sm_scale": 3, "kv_buffer": 2, "q": 1}) == ((1, 2), {"sm_scale": 3})
 
 
 # ---- the steady-state call ----
