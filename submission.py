@@ -572,7 +572,7 @@ def _decode_fp8_hopper(
     qn_chunks = gl.allocate_shared_memory(gl.float8e4nv, [4, 32, 128], K_SMEM)
     qr_smem = gl.allocate_shared_memory(gl.float8e4nv, [32, 64], R_SMEM)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    _barrier()
     qr = qr_raw.load(QR_LAYOUT)
     amax = gl.zeros([16, 128], gl.float32, QN_LAYOUT)
     for c in range(n_chunks):
@@ -1227,7 +1227,7 @@ def _decode_mxfp4_gfx950(
             base = top
             tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
 
-    top, norm, large, acc = state
+    _, norm, _, acc = state
     weight, lse = _gfx950_weights(base, gl.convert_layout(gl.sum(norm, 2), STAT))
     weighed = ()
     for e in gl.static_range(32):
@@ -1395,7 +1395,8 @@ def select_config(
     configs = next((row.configs for row, key in zip(TABLE, keys, strict=True) if key == shape), ())
     _expect(bool(configs), "target", f"one of {sorted({row.target for row in TABLE})}", repr(target.name))
     if kv == "mxfp4":
-        configs += (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
+        mxfp4 = (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
+        configs = tuple(dict.fromkeys(configs + mxfp4))
     if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
         kv = "fp8"
     return tuple(
@@ -1916,7 +1917,7 @@ class AiterMode:
     step: int = A8W8_TILE  # tokens that one step of its kernel takes
 
 
-AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16", 16)}
+AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16", 64)}
 for _entry in ("fwd", "direct", "own"):
     AITER_MODES[f"aiter_{_entry}_a16w8"] = AiterMode(_entry, "bf16", step=16)
     AITER_MODES[f"aiter_{_entry}_a8w8"] = AiterMode(_entry, "dynamic")
@@ -2152,7 +2153,7 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
 
     Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
     without reading the device: no sequence is longer than kv_seq_len, so total_kv == batch_size * kv_seq_len exactly
-    when all are equal. Other batches are left to the Triton arms, which read kv_indptr on the device.
+    when all are equal. Other batches are left to this file's kernels, which read kv_indptr on the device.
 
     Not seen from the host, and so the caller's duty: token 0 of the cache must be finite, because the kernels read it
     for the missing tokens of an item's last tile.
@@ -2291,7 +2292,7 @@ def bind(problem: Problem, config: Config) -> Plan:
 
 
 def _describe(config: Config) -> str:
-    """The fields that differ from their defaults; for AITER what its work is cut in, or that the library cuts it."""
+    """The fields that differ from their defaults; for AITER what our work lists are cut in, else "library"."""
     if config.arm in AITER_MODES:
         return f"tile={_own_tile(config)}" if AITER_MODES[config.arm].entry == "own" else "library"
     values = ((f.name, getattr(config, f.name), f.default) for f in fields(config) if f.name != "arm")

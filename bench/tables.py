@@ -34,7 +34,7 @@ def _plain(value: float) -> str:
 
 
 def test_table(results: list[dict[str, Any]]) -> Table:
-    """Strict figures per case: relative L2 errors over the cache that was read and over the bf16 cache, worst gain."""
+    """Strict figures per case: relative L2 errors over the cache that was read and over the bf16 cache, worst slope."""
     table = Table(title="strict check against the float64 oracle, relative L2 error / bound")
     for name in ("case", "arm", "cache", "config", "kernel", "end to end", "worst slope", "strict", "official"):
         table.add_column(name, no_wrap=True)

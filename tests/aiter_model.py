@@ -457,7 +457,7 @@ class AiterModel:
             if final_lse is not None:
                 final_lse[q_start] = total.float()
 
-    # ---- the Python layer of PIN and HEAD ----
+    # ---- the Python layer of "pin" and "head" ----
 
     def _decode_fwd_function(self) -> Callable:
         def decode(

@@ -5,7 +5,7 @@ import torch
 @pytest.fixture
 def no_gpu():
     """Lets a GPU machine make its inputs on the CPU, for tests of what happens there."""
-    # Not the test's own monkeypatch: used here it would be undone after fixtures that it is to be undone before.
+    # The fixture monkeypatch, asked for here, would be set up before a test's other fixtures and so undone after them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield

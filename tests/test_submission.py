@@ -712,8 +712,10 @@ def test_candidates_by_cache(target):
             for batch_size in (4, 32):
                 read = {ARMS[config.arm].kv for config in select_config(batch_size, kv_seq_len, target, kv=kv)}
                 assert "mxfp4" not in read or (kv, batch_size, kv_seq_len) == ("auto", 32, 8192)
-        read = {ARMS[config.arm].kv for config in select_config(4, kv_seq_len, target, kv="mxfp4")}
-        assert read == {"mxfp4"}
+        for batch_size in (4, 40):
+            configs = select_config(batch_size, kv_seq_len, target, kv="mxfp4")
+            assert {ARMS[config.arm].kv for config in configs} == {"mxfp4"}
+            assert len(set(configs)) == len(configs)
 
 
 @pytest.mark.parametrize("batch_size", [32, 64, 256, 40])
