@@ -555,7 +555,7 @@ def benchmark(
 @app.command(
     epilog=with_examples(
         ("leaderboard", "timed as in the ranking"),
-        ("leaderboard --repeats 10", "ten new inputs a shape"),
+        ("leaderboard --repeats 10", "at most ten new inputs"),
         ("leaderboard --json old.json", "keep the numbers"),
         ("leaderboard --compare old.json", "is it faster now?"),
         after=COMPARING,

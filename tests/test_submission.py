@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -463,6 +464,29 @@ def plant(monkeypatch):
         monkeypatch.setattr(submission, "TABLE", (row,))
 
     return planted
+
+
+def test_a_timed_call_starts_behind_a_flush_that_outlasts_its_launch(monkeypatch):
+    """One GiB took less time than a slow host needed for two launches, and the slower arm won (H200)."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 0.012
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    flush = SimpleNamespace(nbytes=1 << 30, zero_=lambda: log.append("flush"))
+    assert submission._timed(lambda: log.append("call"), flush) == (None, 12.0)
+    assert log == ["flush"] * 8 + ["event", "call", "event", "wait"]
 
 
 def test_only_the_right_and_fast_arm_wins(plant, capsys):
