@@ -46,3 +46,17 @@ def assert_each_sequence_close(output, data, kv, accuracy):
         if length == 0:
             assert not output[b].any(), "an empty sequence yields zeros"
         assert relative_error(output[b], expected[b]) < accuracy, f"sequence {b} of {length} tokens"
+
+
+def check_tile_height(run, block_n, kv, accuracy):
+    """`run(data, splits, block_n)` on lengths around a tile, against the oracle over the cache `kv`."""
+    data = ragged_input([block_n - 1, block_n, block_n + 1, 3 * block_n + 5])
+    assert relative_error(run(data, 2, block_n), reference.oracle(data, kv)) < accuracy
+
+
+def check_two_queries(run, splits, kv, accuracy):
+    """`run(data, splits)` with two queries a sequence, bottom-right causal, against the oracle over the cache `kv`."""
+    data = ragged_input([65, 1, 2, 130, 0], s_q=2)
+    output, expected = run(data, splits), reference.oracle(data, kv)
+    assert not output[2].any(), "the first of two queries over one token sees none"
+    assert relative_error(output, expected) < accuracy

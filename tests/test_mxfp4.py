@@ -17,7 +17,14 @@ from bench import mxfp4_policy
 from submission import Config, bind, problem_of
 from task import BENCHMARKS, QK_HEAD_DIM
 from tests import interpreted
-from tests.inputs import RAGGED_LENGTHS, assert_each_sequence_close, ragged_input, relative_error
+from tests.inputs import (
+    RAGGED_LENGTHS,
+    assert_each_sequence_close,
+    check_tile_height,
+    check_two_queries,
+    ragged_input,
+    relative_error,
+)
 
 ACCURACY = 5e-3
 KERNEL_ERROR = 3e-3
@@ -66,16 +73,12 @@ def test_partials_combined_in_float64_are_within_the_kernel_error(run, q_factor)
 
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_other_tile_heights(run, block_n):
-    data = ragged_input([block_n - 1, block_n, block_n + 1, 3 * block_n + 5])
-    assert relative_error(run(data, 2, block_n), reference.oracle(data, "mxfp4")) < ACCURACY
+    check_tile_height(run, block_n, "mxfp4", ACCURACY)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_two_queries_are_bottom_right_causal(run, splits):
-    data = ragged_input([65, 1, 2, 130, 0], s_q=2)
-    output, expected = run(data, splits), reference.oracle(data, "mxfp4")
-    assert not output[2].any(), "the first of two queries over one token sees none"
-    assert relative_error(output, expected) < ACCURACY
+    check_two_queries(run, splits, "mxfp4", ACCURACY)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
