@@ -80,6 +80,7 @@ D_ROPE = 64
 D_QK = D_V + D_ROPE
 LOG2E = 1.4426950408889634
 CACHE_NAMES = ("bf16", "fp8", "mxfp4")
+_caches = itemgetter(*CACHE_NAMES)
 
 
 # ---- device helpers ----
@@ -1240,8 +1241,7 @@ def _decode_mxfp4_gfx950(
 # ---- tuning table ----
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What the tuning table is keyed by: `name` is "cpu", "sm90", "gfx950" or "gpu"; `num_cu` its SMs or CUs."""
 
     name: str
@@ -1273,15 +1273,8 @@ class Config:
     one_launch: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
-    """Configurations, best first, for a target and, unless None, one batch size and one KV length."""
-
-    target: str
-    batch_size: int | None
-    kv_seq_len: int | None
-    configs: tuple[Config, ...]
-
+# The name of a target, a batch size and a KV length (None: any), and the configurations there, best first.
+Row = tuple[str, "int | None", "int | None", tuple[Config, ...]]
 
 _TRITON, _CHUNKED = Config("triton_fp8"), Config("torch_chunked", splits=1)
 _GPU = (_TRITON, Config("torch_bmm", splits=1), _CHUNKED)
@@ -1302,17 +1295,17 @@ _PACKED_MERGED = replace(_PACKED, one_launch=True)
 
 
 def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
-    return Row("sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU))
+    return "sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU)
 
 
 def _mi355x(batch_size: int | None, kv_seq_len: int | None, *configs: Config) -> Row:
-    return Row("gfx950", batch_size, kv_seq_len, (*configs, _TRITON, _CHUNKED))
+    return "gfx950", batch_size, kv_seq_len, (*configs, _TRITON, _CHUNKED)
 
 
 # The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
 # the median there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[Row, ...] = (
-    Row("cpu", None, None, (_CHUNKED,)),
+    ("cpu", None, None, (_CHUNKED,)),
     _hopper(4, 1024, 16),  # 9.6 us, reader 5.0
     _hopper(4, 8192, 32),  # 16.4 us, reader 10.3
     _hopper(32, 1024, 4),  # 16.0 us, reader 10.3
@@ -1335,7 +1328,7 @@ TABLE: tuple[Row, ...] = (
     _mi355x(256, 1024, _FP8, _CAST, _A16W8, _A8W8),
     _mi355x(256, 8192, _FP8, _PACKED_MERGED, _CAST, _A16W8),
     _mi355x(None, None, _FP8, _PACKED, _A16W8, _A8W8),
-    Row("gpu", None, None, _GPU),
+    ("gpu", None, None, _GPU),
 )
 
 # Over the mxfp4 cache wherever it is asked for.
@@ -1344,7 +1337,6 @@ _MXFP4 = (Config("triton_mxfp4", block_n=32), Config("torch_chunked_mxfp4", spli
 # tokens 99.7 % of the elements do, of 1024 only 74 %, and four sequences vary too much to be sure of 99.5 %
 # (`python -m bench.mxfp4_policy`, docs/mxfp4.md).
 MXFP4_MIN_KV_LEN, MXFP4_MIN_BATCH = 8192, 32
-KV_CHOICES = ("auto", "fp8", "mxfp4")
 
 MAX_SPLITS = 32
 MAX_CANDIDATES = 6
@@ -1374,36 +1366,34 @@ def choose_splits(rows: int, kv_len: int, block_n: int, num_cu: int, programs_pe
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=tile_times)
 
 
-def _with_splits(config: Config, rows: int, kv_len: int, target: Target) -> Config:
-    if config.splits:
-        return config
-    # Triton's interpreter, the one way to run such a configuration without a GPU, runs one program at a time.
-    splits = choose_splits(rows, kv_len, config.block_n, target.num_cu or 1, config.programs_per_cu)
-    return replace(config, splits=splits)
-
-
 def select_config(
-    batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1, kv: str = "auto"
+    batch_size: int, kv_seq_len: int, target: Target, q_seq_len: int = 1, kv: str = "auto", arm: str = ""
 ) -> tuple[Config, ...]:
     """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in.
 
     kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
-    tokens or MXFP4_MIN_BATCH sequences.
+    tokens or MXFP4_MIN_BATCH sequences. arm: its first configuration alone, of whatever cache, or the default one.
     """
-    shape = (target.name, batch_size, kv_seq_len)
-    keys = ((row.target, row.batch_size or batch_size, row.kv_seq_len or kv_seq_len) for row in TABLE)
-    configs = next((row.configs for row, key in zip(TABLE, keys, strict=True) if key == shape), ())
-    _expect(bool(configs), "target", f"one of {sorted({row.target for row in TABLE})}", repr(target.name))
-    if kv == "mxfp4":
-        mxfp4 = (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
-        configs = tuple(dict.fromkeys(configs + mxfp4))
+    shape = [target.name, batch_size, kv_seq_len]
+    matching = (configs for name, b, s_kv, configs in TABLE if [name, b or batch_size, s_kv or kv_seq_len] == shape)
+    configs = next(matching, ())
+    _expect(bool(configs), "target", f"one of {sorted({name for name, *_ in TABLE})}", repr(target.name))
+    if kv == "mxfp4" or arm:
+        configs += (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
     if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
         kv = "fp8"
-    return tuple(
-        _with_splits(config, batch_size * q_seq_len, kv_seq_len, target)
-        for config in configs
-        if kv == "auto" or (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4")
-    )
+    if arm:
+        configs = (next((config for config in configs if config.arm == arm), Config(arm)),)
+    elif kv != "auto":
+        configs = tuple(config for config in configs if (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4"))
+    # Triton's interpreter, the one way to run some of them without a GPU, runs one program at a time.
+    rows, num_cu = batch_size * q_seq_len, target.num_cu or 1
+
+    def split(config: Config) -> Config:
+        splits = choose_splits(rows, kv_seq_len, config.block_n, num_cu, config.programs_per_cu)
+        return replace(config, splits=config.splits or splits)
+
+    return tuple(map(split, dict.fromkeys(configs)))
 
 
 # ---- arguments ----
@@ -1499,22 +1489,8 @@ def _check_indptr(name: str, indptr: list[int], total: int, least: int, most: in
         _expect(least <= end - start <= most, name, f"steps of {least} to {most}", f"{end - start} at {i}")
 
 
-# ---- launchers ----
-
-
-EXACT_ERROR = 1e-2  # relative L2; the fp8 kernels, which keep Q exact, stay below 2.5e-3 (docs/h200.md)
-
-
-class Selection(NamedTuple):
-    """What a call ran."""
-
-    arm: str
-    kv: str  # the cache it read: "bf16", "fp8" or "mxfp4"
-    config: str  # for a reader
-
-
 class Problem(NamedTuple):
-    """What the choice of an arm and its buffers depend on, known without reading device memory."""
+    """All that a call's checks, the choice of its arm and its buffers depend on, read without touching the device."""
 
     device: torch.device
     batch_size: int
@@ -1527,36 +1503,51 @@ class Problem(NamedTuple):
     aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
     packed: bool  # so are those of Q and of the mxfp4 cache; its scales come in whole words
     contiguous: bool  # Q and the bf16 and fp8 caches
+    rest: tuple = ()  # what only the checks and the settings see
 
     @property
     def total_q(self) -> int:
         return self.batch_size * self.q_seq_len
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to compute the result."""
+def problem_of(data: tuple) -> Problem:
+    """The problem that a call poses; any exception where `check_arguments` would raise its own.
 
-    kv: str  # the cache it reads
-    why_not: Callable[[Problem], str | None]  # why it cannot serve a problem; None if it can
-    run: Callable[[tuple, Plan], torch.Tensor]
-    max_error: float = EXACT_ERROR  # largest relative L2 error against float32 attention over the same cache
-    last_resort: bool = False  # taken only when nothing else proved right
+    Of the number of cached tokens only what matters enters, so that a growing cache stays one problem.
+    """
+    q, kv_data, qo_indptr, kv_indptr, config = data
+    bf16, (fp8, fp8_scale), (mxfp4, scales) = _caches(kv_data)
+    values = _config_values(config)
+    b, s_q, s_kv, sm_scale, *_ = values
+    total_kv, width = bf16.shape[0], scales.shape[-1]
+    mean = divmod(total_kv, b)
+    layouts = [
+        (x.dtype, x.device, x.stride(), x.requires_grad and torch.is_grad_enabled())
+        for x in (q, qo_indptr, kv_indptr, fp8_scale, bf16, fp8, mxfp4, scales)
+    ]
+    stride_q_t, stride_q_h, _ = q.stride()
+    bits = q.data_ptr() | 2 * (stride_q_t | stride_q_h)
+    words = width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
+    return Problem(
+        q.device, b, s_q, s_kv, sm_scale, mean == (s_kv, 0), total_kv == 0,
+        (bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
+        words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
+        q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
+        (
+            *layouts,
+            *[x.shape for x in (q, qo_indptr, kv_indptr, fp8_scale)],
+            *[x.shape[1:] for x in (bf16, fp8, mxfp4, scales)],
+            fp8.shape[0] == mxfp4.shape[0] == total_kv <= scales.shape[0],
+            mean <= (s_kv, 0),
+            values,
+            *map(type, values),
+            os.environ.get("MLA_BACKEND"),
+            os.environ.get("MLA_KV"),
+        ),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An arm and its configuration, bound to a problem."""
-
-    problem: Problem
-    config: Config
-    arm: Arm
-
-    def run(self, data: tuple) -> torch.Tensor:
-        return self.arm.run(data, self)
-
-    def __str__(self) -> str:
-        return f"{self.config.arm} ({_describe(self.config)})"
+# ---- launchers ----
 
 
 _SCRATCH: dict[tuple, Any] = {}
@@ -1582,51 +1573,46 @@ def _output(problem: Problem) -> torch.Tensor:
     return _buffer(name, (problem.total_q, H_Q, D_V), torch.bfloat16, problem.device)
 
 
-def _partials(problem: Problem, splits: int, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised partial outputs [total_q, splits, 16, 512] and fp32 log2-sum-exps [total_q, splits, 16]."""
-    shape = (problem.total_q, splits, H_Q)
-    part = _buffer("part", (*shape, D_V), dtype, problem.device)
-    return part, _buffer("lse", shape, torch.float32, problem.device)
-
-
-def _tickets(problem: Problem) -> torch.Tensor:
-    """int32 [total_q] of zeros; every launch that uses it leaves it so."""
-    return _buffer("tickets", (problem.total_q,), torch.int32, problem.device, torch.zeros)
-
-
-def _split_k(
-    data: tuple, plan: Plan, kernel: Any, cache: tuple, strides: tuple, kv_scale: torch.Tensor | None = None,
-    merges: bool = False, dependent: bool = False, **options,
-) -> torch.Tensor:  # fmt: skip
-    """One launch of a decode `kernel`, and one of the combine where partials are left.
-
-    cache, strides: its arguments before kv_indptr and at the end. kv_scale: None where values carry their own scales;
-    they may exceed fp16's range, so partials are float32. merges: a Gluon kernel, which takes a ticket and may combine
-    by itself, its grid the other way round. dependent: the combine's start-up overlaps the end of the decode (CUDA).
-    """
-    q, _, _, kv_indptr, _ = data
-    problem, splits = plan.problem, plan.config.splits
-    dtype = torch.float32 if kv_scale is None else torch.float16
-    out = _output(problem)
-    part, lse = _partials(problem, splits, dtype) if splits > 1 else (out, out)
-    grid: tuple = (splits, problem.total_q)
-    ticket: tuple = ()
-    one_launch = merges and plan.config.one_launch and splits > 1
-    if merges:
-        grid, ticket = grid[::-1], (_tickets(problem) if one_launch else kv_indptr,)
-        options["ONE_LAUNCH"] = one_launch
-    kernel[grid](
-        q, *cache, kv_indptr, out, part, lse, *ticket, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
-        q.stride(1), *strides, SPLITS=splits, **options,
-    )  # fmt: skip
-    if splits > 1 and not one_launch:
-        _launch_combine(part, lse, _unit_scale(q.device) if kv_scale is None else kv_scale, out, dependent)
-    return out
-
-
 def _unit_scale(device: torch.device) -> torch.Tensor:
     """float32 [1], 1: the scale of values that are unscaled or carry their own."""
     return _buffer("unit scale", (1,), torch.float32, device, torch.ones)
+
+
+def _split_k(
+    data: tuple, problem: Problem, config: Config, kernel: Any, cache: tuple, strides: tuple, merges: bool = False,
+    **options,
+) -> torch.Tensor:  # fmt: skip
+    """One launch of a decode `kernel`, and one of the combine where partials are left.
+
+    cache, strides: its arguments before kv_indptr, the last of them the cache's scale or scales, and at the end.
+    merges: a Gluon kernel, which takes tickets and may combine by itself, its grid the other way round.
+    """
+    q, _, _, kv_indptr, _ = data
+    splits, kv_scale, out = config.splits, cache[-1], _output(problem)
+    part = lse = out
+    part_dtype = torch.float16
+    if kv_scale.dtype is not torch.float32:  # values that carry their scales may exceed fp16's range
+        kv_scale, part_dtype = _unit_scale(q.device), torch.float32
+    if splits > 1:  # normalised partial outputs and their log2-sum-exps
+        shape = (problem.total_q, splits, H_Q)
+        part = _buffer("part", (*shape, D_V), part_dtype, q.device)
+        lse = _buffer("lse", shape, torch.float32, q.device)
+    grid: tuple = (splits, problem.total_q)
+    ticket: tuple = ()
+    one_launch = merges and config.one_launch and splits > 1
+    if merges:
+        grid, ticket = grid[::-1], (kv_indptr,)
+        options["ONE_LAUNCH"] = one_launch
+    if one_launch:  # zeros, which every launch leaves so
+        ticket = (_buffer("tickets", (problem.total_q,), torch.int32, q.device, torch.zeros),)
+    kernel[grid](
+        q, *cache, kv_indptr, out, part, lse, *ticket, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
+        q.stride(1), *strides, SPLITS=splits, **{"num_warps": config.num_warps} | options,
+    )  # fmt: skip
+    if splits > 1 and not one_launch:
+        # On CUDA its start-up overlaps the end of the decode.
+        _launch_combine(part, lse, kv_scale, out, dependent=kernel is _decode_fp8_hopper)
+    return out
 
 
 def combine_shape(splits: int) -> tuple[int, int, int]:
@@ -1647,55 +1633,47 @@ def _launch_combine(
     )  # fmt: skip
 
 
-def _run_triton_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_triton_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
-    options: dict[str, Any] = {"BLOCK_N": plan.config.block_n, "num_warps": plan.config.num_warps}
-    return _split_k(data, plan, _decode_fp8, (kv, kv_scale), (kv.stride(0),), kv_scale, **options)
+    return _split_k(data, problem, config, _decode_fp8, (kv, kv_scale), (kv.stride(0),), BLOCK_N=config.block_n)
 
 
-def _run_triton_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
-    packed, scales = (x.view(torch.uint8) for x in data[1]["mxfp4"])  # Triton takes neither of their own dtypes
+def _run_triton_mxfp4(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
+    cache = packed, scales = tuple(x.view(torch.uint8) for x in data[1]["mxfp4"])  # Triton takes neither's own dtype
     bits = scales.data_ptr() | scales.stride(0) | 16
-    options = {"BLOCK_N": plan.config.block_n, "SCALE_ALIGN": bits & -bits, "num_warps": plan.config.num_warps}
-    return _split_k(data, plan, _decode_mxfp4, (packed, scales), (packed.stride(0), scales.stride(0)), **options)
+    options = {"BLOCK_N": config.block_n, "SCALE_ALIGN": bits & -bits}
+    return _split_k(data, problem, config, _decode_mxfp4, cache, (packed.stride(0), scales.stride(0)), **options)
 
 
-def _run_hopper_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_hopper_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
     tiles = (
         TensorDescriptor.from_tensor(kv[:, 0], [64, dims], gl.NVMMASharedLayout(min(dims, 128), 8, 2))
         for dims in (D_V, D_ROPE)
     )
-    return _split_k(
-        data, plan, _decode_fp8_hopper, (*tiles, kv_scale), (4,), kv_scale, merges=True, dependent=True, num_warps=4
-    )
+    return _split_k(data, problem, config, _decode_fp8_hopper, (*tiles, kv_scale), (4,), merges=True, num_warps=4)
 
 
-def _run_gfx950_fp8(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_gfx950_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
-    waves = plan.config.num_warps
-    return _split_k(
-        data, plan, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), kv_scale, merges=True, WAVES=waves, PAIRS=True,
-        num_warps=waves, waves_per_eu=2,
-    )  # fmt: skip
+    options = {"WAVES": config.num_warps, "PAIRS": True, "waves_per_eu": 2}
+    return _split_k(data, problem, config, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), merges=True, **options)
 
 
-def _run_gfx950_mxfp4(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_gfx950_mxfp4(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     packed, scales = data[1]["mxfp4"]
     cache = packed.view(torch.uint8), scales.view(torch.int32)
     strides = tuple(x.stride(0) for x in cache)
-    return _split_k(
-        data, plan, _decode_mxfp4_gfx950, cache, strides, merges=True, num_warps=plan.config.num_warps, waves_per_eu=1
-    )
+    return _split_k(data, problem, config, _decode_mxfp4_gfx950, cache, strides, merges=True, waves_per_eu=1)
 
 
-def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_torch_bmm(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     """Two batched matrix products over the bf16 cache, for equal lengths and one query a sequence.
 
     Scores stay in float32: rounded to bf16 they would cost up to 0.9 % in a row.
     """
     q, kv_data, _, _, _ = data
-    b, s_kv, scale, device = plan.problem.batch_size, plan.problem.kv_seq_len, plan.problem.sm_scale, q.device
+    b, s_kv, scale, device = problem.batch_size, problem.kv_seq_len, problem.sm_scale, q.device
     kv = kv_data["bf16"].view(b, s_kv, D_QK)
     k = kv.transpose(1, 2)
     scores, p = (_buffer(name, (b, H_Q, s_kv), torch.float32, device) for name in ("scores", "p"))
@@ -1705,7 +1683,7 @@ def _run_torch_bmm(data: tuple, plan: Plan) -> torch.Tensor:
         torch.ops.aten.baddbmm.dtype_out(scores, q, k, torch.float32, beta=0, alpha=scale, out=scores)
     torch.softmax(scores, -1, out=p)
     rounded = _buffer("p", p.shape, torch.bfloat16, device).copy_(p)
-    return torch.bmm(rounded, kv[..., :D_V], out=_output(plan.problem))
+    return torch.bmm(rounded, kv[..., :D_V], out=_output(problem))
 
 
 def _dequantize(kv_data: dict, kv: str, start: int, end: int) -> torch.Tensor:
@@ -1742,9 +1720,9 @@ def _attend_float32(data: tuple, kv: str) -> torch.Tensor:
     return out
 
 
-def _run_torch_chunked(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_torch_chunked(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     """`_attend_float32` over the arm's cache."""
-    return _output(plan.problem).copy_(_attend_float32(data, plan.arm.kv))
+    return _output(problem).copy_(_attend_float32(data, ARMS[config.arm].kv))
 
 
 # ---- AITER ----
@@ -2092,7 +2070,7 @@ def _own_tile(config: Config) -> int:
 def _aiter_call(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
     """The call of one arm for one shape, with all but its inputs bound and allocated. Raises AiterUnfit."""
     mode, tile = AITER_MODES[config.arm], _own_tile(config)
-    return _scratch(("aiter call", problem, mode, tile), lambda: _prepare_aiter(problem, mode, tile))
+    return _scratch(("aiter call", problem[:5], mode, tile), lambda: _prepare_aiter(problem, mode, tile))
 
 
 def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tuple], torch.Tensor]:
@@ -2143,9 +2121,9 @@ def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tu
     return run
 
 
-def _run_aiter(data: tuple, plan: Plan) -> torch.Tensor:
+def _run_aiter(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     """Stage 1 and, where something is split or the library sees to it, a reduce; before them fp8 arms quantise Q."""
-    return _aiter_call(plan.problem, plan.config)(data)
+    return _aiter_call(problem, config)(data)
 
 
 def _no_aiter(problem: Problem, name: str) -> str | None:
@@ -2184,6 +2162,21 @@ def _no_aiter(problem: Problem, name: str) -> str | None:
 # ---- arms ----
 
 
+EXACT_ERROR = 1e-2  # relative L2; the fp8 kernels, which keep Q exact, stay below 2.5e-3 (docs/h200.md)
+A8W8_ERROR = 5e-2  # P is rounded to e4m3 in the fp8 kernel, and so is Q before it
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to compute the result."""
+
+    kv: str  # the cache it reads
+    why_not: Callable[[Problem], str | None]  # why it cannot serve a problem; None if it can
+    run: Callable[[tuple, Problem, Config], torch.Tensor]
+    max_error: float = EXACT_ERROR  # largest relative L2 error against float32 attention over the same cache
+    last_resort: bool = False  # taken only when nothing else proved right
+
+
 def _no_triton(problem: Problem) -> str | None:
     if triton is None:
         return "Triton is not installed"
@@ -2210,8 +2203,6 @@ def _no_equal_sequences(problem: Problem) -> str | None:
         return "it takes sequences of one length, not an empty or ragged batch"
     return None
 
-
-A8W8_ERROR = 5e-2  # P is rounded to e4m3 in the fp8 kernel, and so is Q before it
 
 ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", partial(_no_gluon, target="sm90"), _run_hopper_fp8),
@@ -2251,45 +2242,10 @@ _say_once = cache(_say)
 
 
 def _setting(name: str, *choices: str) -> str:
-    """An environment variable, by default the first of its choices; raises ValueError when it is none of them."""
+    """An environment variable, by default the first of its choices."""
     value = os.environ.get(name) or choices[0]
     _expect(value in choices, name, f"one of {', '.join(filter(None, choices))}", repr(value))
     return value
-
-
-def _tune_seconds() -> float:
-    value = os.environ.get("MLA_TUNE_SECONDS") or TUNE_SECONDS
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    _expect(seconds > 0, "MLA_TUNE_SECONDS", "a number of seconds > 0", repr(value))
-    return seconds
-
-
-def problem_of(data: tuple) -> Problem:
-    """The problem that checked arguments pose."""
-    q, kv_data, _, _, config = data
-    bf16, (fp8, _), (mxfp4, scales) = (kv_data[name] for name in CACHE_NAMES)
-    total_kv, width = bf16.shape[0], scales.shape[-1]
-    bits = q.data_ptr() | 2 * (q.stride()[0] | q.stride()[1])
-    words = width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
-    b, s_q, s_kv, sm_scale, *_ = _config_values(config)
-    return Problem(
-        q.device, b, s_q, s_kv, sm_scale, uniform=divmod(total_kv, b) == (s_kv, 0), empty=total_kv == 0,
-        aligned=(bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
-        packed=words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
-        contiguous=q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
-    )  # fmt: skip
-
-
-def bind(problem: Problem, config: Config) -> Plan:
-    """A plan that runs `config` on `problem`; raises ValueError if its arm is unknown or cannot serve it."""
-    _expect(config.arm in ARMS, "arm", f"one of {', '.join(ARMS)}", repr(config.arm))
-    arm = ARMS[config.arm]
-    reason = arm.why_not(problem)
-    _expect(reason is None, f"arm {config.arm}", "one that can serve this call", f"one that cannot: {reason}")
-    return Plan(problem, config, arm)
 
 
 def _describe(config: Config) -> str:
@@ -2300,40 +2256,31 @@ def _describe(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
 
-def _candidates(problem: Problem, backend: str, kv: str) -> list[Plan]:
-    """What a first call tries, best first: the arms that can serve the problem, or the one asked for as `backend`.
-
-    Raises ValueError if that one cannot.
-    """
+def _candidates(problem: Problem, backend: str, kv: str) -> list[Config]:
+    """What a first call tries, best first: the arms that can serve the problem, or the one asked for as `backend`."""
     target = _target(problem.device)
     if backend:
-        reads = "mxfp4" if ARMS[backend].kv == "mxfp4" else "fp8"
-        got = f"{backend}, which reads the {ARMS[backend].kv} cache"
-        _expect(kv in ("auto", reads), "MLA_BACKEND", f"an arm for MLA_KV={kv}", got)
-        kv = reads
+        reads = ARMS[backend].kv
+        ok = kv == "auto" or (kv == "mxfp4") == (reads == "mxfp4")
+        _expect(ok, "MLA_BACKEND", f"an arm for MLA_KV={kv}", f"{backend}, which reads the {reads} cache")
     elif kv == "auto" and not problem.uniform:
         kv = "fp8"  # some sequence is shorter than kv_seq_len
-    configs = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len, kv)
-    if backend:
-        default = _with_splits(Config(backend), problem.total_q, problem.kv_seq_len, target)
-        return [bind(problem, next((config for config in configs if config.arm == backend), default))]
-    plans: list[Plan] = []
+    configs = select_config(problem.batch_size, problem.kv_seq_len, target, problem.q_seq_len, kv, backend)
+    able: list[Config] = []
     passed_over = []
     for config in configs:
-        arm = ARMS[config.arm]
-        reason = arm.why_not(problem)
+        reason = ARMS[config.arm].why_not(problem)
         if reason is None:
-            plans.append(Plan(problem, config, arm))
-        elif not plans:
+            able.append(config)
+        elif not able:
             passed_over.append(f"{config.arm}: {reason}")
-    if not plans:
+    if not able:
         raise RuntimeError(f"no arm can serve this call: {'; '.join(passed_over)}")
-    first = plans[0].config.arm
     if passed_over:
-        _say_once(f"fell back to {first} ({'; '.join(passed_over)})")
-    elif target.name == "cpu":
-        _say_once(f"no GPU in use, so {first} computes on the CPU")
-    return plans[:MAX_CANDIDATES]
+        _say_once(f"fell back to {able[0].arm} ({'; '.join(passed_over)})")
+    elif target.name == "cpu" and not backend:
+        _say_once(f"no GPU in use, so {able[0].arm} computes on the CPU")
+    return able[:MAX_CANDIDATES]
 
 
 def _error(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> float:
@@ -2365,8 +2312,16 @@ def _error(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> fl
     return error
 
 
+def _flush_buffer(device: torch.device) -> torch.Tensor | None:
+    """Several times any last-level cache, memory permitting; None where there is no GPU."""
+    if device.type != "cuda":
+        return None
+    flush_bytes = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+    return torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+
 def _timed(call: Callable[[], torch.Tensor], flush: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-    """What a call returns, and its time in us: on a GPU by events behind an asynchronous flush, else by the clock."""
+    """What a call returns, and its time in us: by events behind an asynchronous flush, by the clock without one."""
     if flush is None:
         start_s = time.perf_counter()
         return call(), (time.perf_counter() - start_s) * 1e6
@@ -2389,19 +2344,21 @@ def _spoil(problem: Problem) -> None:
 
 
 def _prove(
-    data: tuple, plan: Plan, expected: torch.Tensor, flush: torch.Tensor | None, runs: int
+    data: tuple, problem: Problem, config: Config, expected: torch.Tensor, flush: torch.Tensor | None, runs: int
 ) -> tuple[float, float]:
-    """(error, median time in us) of a plan, run once and then `runs` times.
+    """(error, median time in us) of a configuration, run once and then `runs` times.
 
     Raises RuntimeError if it is wrong, or differs from one run to the next.
     """
-    _spoil(plan.problem)
-    first = plan.run(data).clone()
-    error = _error(first, expected, plan.arm.max_error)
+    arm = ARMS[config.arm]
+    run = partial(arm.run, data, problem, config)
+    _spoil(problem)
+    first = run().clone()
+    error = _error(first, expected, arm.max_error)
     times_us = []
     for i in range(runs):
-        _spoil(plan.problem)
-        output, time_us = _timed(partial(plan.run, data), flush)
+        _spoil(problem)
+        output, time_us = _timed(run, flush)
         times_us.append(time_us)
         # Compared as bits, so that a NaN that belongs there equals itself.
         if not torch.equal(output.view(torch.int16), first.view(torch.int16)):
@@ -2409,97 +2366,75 @@ def _prove(
     return error, sorted(times_us)[runs // 2]
 
 
-def _first_call(data: tuple) -> Plan:
-    """The plan for all calls of this shape: the fastest candidate that proves right on `data`.
+def _first_call(data: tuple, problem: Problem) -> Config:
+    """The configuration for all calls that pose `problem`: the fastest candidate that proves right on `data`.
 
     With MLA_TUNE=0 it is the first that does. Unless asked for, the mxfp4 cache must itself be within tolerance of the
     bf16 cache on `data`. Every candidate that is dropped is named on stderr with its reason. Raises what
     `check_arguments` raises, ValueError for a setting, RuntimeError with all reasons if no candidate is left.
     """
     check_arguments(data)
-    problem = problem_of(data)
-    label = f"{problem.batch_size}x{problem.kv_seq_len}"
-    backend, kv = _setting("MLA_BACKEND", "", *ARMS), _setting("MLA_KV", *KV_CHOICES)
+    backend, kv = _setting("MLA_BACKEND", "", *ARMS), _setting("MLA_KV", "auto", "fp8", "mxfp4")
     tune, verbose = _setting("MLA_TUNE", "1", "0") == "1", _setting("MLA_VERBOSE", "0", "1") == "1"
-    seconds = _tune_seconds()
-    deadline = time.monotonic() + seconds
-    plans = _candidates(problem, backend, kv)
+    seconds = os.environ.get("MLA_TUNE_SECONDS") or f"{TUNE_SECONDS:g}"
+    ok = seconds.replace(".", "", 1).isdecimal() and float(seconds) > 0
+    _expect(ok, "MLA_TUNE_SECONDS", "a decimal number of seconds > 0", repr(seconds))
+    deadline = time.monotonic() + float(seconds)
+    configs = _candidates(problem, backend, kv)
+    runs = TUNE_RUNS if tune and len(configs) > 1 else 1
+    flush = _flush_buffer(problem.device) if runs > 1 else None
     attend = cache(partial(_attend_float32, data))
-    flush = None
-    if problem.device.type == "cuda":  # several times any last-level cache, memory permitting
-        flush_bytes = min(1 << 30, torch.cuda.mem_get_info(problem.device)[0] // 4)
-        flush = torch.empty(flush_bytes, dtype=torch.uint8, device=problem.device)
+    label = f"{problem.batch_size}x{problem.kv_seq_len}:"
     best, best_us, reasons = None, float("inf"), []
-    for plan in plans:
-        if plan.arm.last_resort:  # the yardstick itself: there is nothing to check it against
-            best = best or plan
+    for config in configs:
+        arm, name = ARMS[config.arm], f"{config.arm} ({_describe(config)})"
+        if arm.last_resort:  # the yardstick itself: there is nothing to check it against
+            best = best or config
             continue
         if best and time.monotonic() > deadline:
-            _say(f"{label}: {plan} not tried, the first call has taken its {seconds:g} s")
+            _say(f"{label} {name} not tried, the first call has taken its {seconds} s")
             continue
         try:
-            if plan.arm.kv == "mxfp4" and kv == "auto" and not backend:
+            if arm.kv == "mxfp4" and kv == "auto" and not backend:
                 bf16 = attend("bf16")
                 within = (attend("mxfp4") - bf16).abs() <= ATOL + RTOL * bf16.abs()
                 share = within.double().mean().item()
                 if share < MIN_SHARE_WITHIN:
                     raise RuntimeError(f"its cache keeps {share:.2%} of the elements in tolerance")
-            runs = TUNE_RUNS if tune and len(plans) > 1 else 1
-            error, time_us = _prove(data, plan, attend(plan.arm.kv), flush, runs)
+            error, time_us = _prove(data, problem, config, attend(arm.kv), flush, runs)
         except Exception as failure:
-            reasons.append(f"{plan}: {failure}")
-            _say(f"{label}: dropped {reasons[-1]}")
+            reasons.append(f"{name}: {failure}")
+            _say(f"{label} dropped {reasons[-1]}")
             continue
         if verbose:
-            _say(f"{label}: {plan}: error {error:.1e}, {time_us:.1f} us")
+            _say(f"{label} {name}: error {error:.1e}" + (f", {time_us:.1f} us" if runs > 1 else ""))
         if time_us < (1 - TUNE_MARGIN) * best_us:
-            best, best_us = plan, time_us
+            best, best_us = config, time_us
         if not tune:
             break
     if best is None:
-        raise RuntimeError(f"no arm is right for {label}: {'; '.join(reasons)}")
+        raise RuntimeError(f"no arm is right for {label} {'; '.join(reasons)}")
     if verbose:
-        _say(f"{label}: chose {best}")
+        _say(f"{label} chose {best.arm} ({_describe(best)})")
     return best
 
 
-_PLANS: dict[tuple, Plan] = {}
+_PLANS: dict[Problem, Config] = {}
 _LOCK = threading.RLock()
-_last: Plan | None = None
+_last: Config | None = None
+
+
+class Selection(NamedTuple):
+    """What a call ran."""
+
+    arm: str
+    kv: str  # the cache it read: "bf16", "fp8" or "mxfp4"
+    config: str  # for a reader
 
 
 def last_run() -> Selection | None:
     """What the latest `custom_kernel` call of this process ran; None before the first."""
-    return Selection(_last.config.arm, _last.arm.kv, _describe(_last.config)) if _last else None
-
-
-def _key(data: tuple) -> tuple:
-    """All that a call's checks and its plan depend on, read without touching the device.
-
-    Of the number of cached tokens only what matters enters, so that a growing cache does not grow `_PLANS`.
-    """
-    q, kv_data, qo_indptr, kv_indptr, config = data
-    bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[name] for name in CACHE_NAMES)
-    fixed, growing = (q, fp8_scale, qo_indptr, kv_indptr), (bf16, fp8, mxfp4, mxfp4_scale)
-    values = _config_values(config)
-    b, _, s_kv, *_ = values
-    total_kv = bf16.shape[0]
-    mean = divmod(total_kv, b)
-    return (
-        *[(x.shape, x.stride(), x.dtype, x.device) for x in fixed],
-        *[(x.shape[1:], x.stride(), x.dtype, x.device) for x in growing],
-        *[x.data_ptr() % 16 for x in (q, fp8, mxfp4)],
-        mxfp4_scale.data_ptr() % 4,
-        fp8.shape[0] == mxfp4.shape[0] == total_kv <= mxfp4_scale.shape[0],
-        mean <= (s_kv, 0),
-        mean == (s_kv, 0),
-        total_kv == 0,
-        torch.is_grad_enabled() and any([x.requires_grad for x in fixed + growing]),
-        values,
-        *map(type, values),
-        os.environ.get("MLA_BACKEND"),
-        os.environ.get("MLA_KV"),
-    )
+    return Selection(_last.arm, ARMS[_last.arm].kv, _describe(_last)) if _last else None
 
 
 def custom_kernel(data: tuple) -> torch.Tensor:
@@ -2523,18 +2458,17 @@ def custom_kernel(data: tuple) -> torch.Tensor:
     """
     global _last
     try:
-        plan = _PLANS.get(key := _key(data))
+        config = _PLANS.get(problem := problem_of(data))
     except Exception:
         check_arguments(data)
         raise
-    q = data[0]
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
+    if problem.device.type == "cuda" and problem.device.index != torch.cuda.current_device():
+        with torch.cuda.device(problem.device):
             return custom_kernel(data)
-    if plan is None:
+    if config is None:
         with _LOCK:
-            plan = _PLANS.get(key) or _PLANS.setdefault(key, _first_call(data))
-    elif not q.is_cuda:
+            config = _PLANS.get(problem) or _PLANS.setdefault(problem, _first_call(data, problem))
+    elif problem.device.type != "cuda":
         check_arguments(data)
-    _last = plan
-    return plan.run(data)
+    _last = config
+    return ARMS[config.arm].run(data, problem, config)

@@ -42,12 +42,13 @@ def dispatch(
         submission.custom_kernel(data)
         timer.synchronize()
         first_s = time.perf_counter() - start_s
-        selection, plan = submission.last_run(), submission._last
-        assert selection and plan
-        calls = {"custom_kernel_us": partial(submission.custom_kernel, data), "arm_us": partial(plan.run, data)}
+        config = submission._last
+        assert config
+        run = partial(submission.ARMS[config.arm].run, data, submission.problem_of(data), config)
+        calls = {"custom_kernel_us": partial(submission.custom_kernel, data), "arm_us": run}
         durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
         medians = {name: statistics.median(values) / 1e3 for name, values in durations_ns.items()}
-        results.append({"case": case_label(one.args), "arm": selection.arm, "first_call_s": first_s, **medians})
+        results.append({"case": case_label(one.args), "arm": config.arm, "first_call_s": first_s, **medians})
     table = Table(title="First call, and later calls in microseconds", title_justify="left")
     for name in ("case", "arm", "first call, s", "custom_kernel", "arm alone", "ratio"):
         table.add_column(name)

@@ -342,10 +342,12 @@ def forms(batch_size: int, kv_seq_len: int) -> list[Config]:
     """Every form of the kernel for a shape, splits by the same function as the table's."""
     found = []
     for waves in WAVES:
-        config = submission._with_splits(submission._gfx950(waves), batch_size, kv_seq_len, MI355X)
+        config = submission._gfx950(waves)
+        splits = submission.choose_splits(batch_size, kv_seq_len, config.block_n, MI355X.num_cu, config.programs_per_cu)
+        config = replace(config, splits=splits)
         found.append(config)
         # Beyond 8 splits one program reads too much; one wave has no registers left for it.
-        if 1 < config.splits <= 8 and waves > 1:
+        if 1 < splits <= 8 and waves > 1:
             found.append(replace(config, one_launch=True))
     return found
 

@@ -13,6 +13,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,8 +83,7 @@ def sample_error(data: tuple, output: torch.Tensor) -> float:
 def _compile(config: Config) -> None:
     """Fills the compiler's cache on disk; the shape matters only through the configuration."""
     data = reference.generate_input(1, 1, 1024, 1)
-    plan = submission.bind(submission.problem_of(data), config)
-    plan.run(data)
+    submission.ARMS[config.arm].run(data, submission.problem_of(data), config)
 
 
 def sweep(
@@ -114,9 +114,8 @@ def sweep(
         calls: dict[Config | None, Callable] = {None: reader}
         errors = {}
         for config in plans[one.args["batchsize"], one.args["kvseqlen"]]:
-            plan = submission.bind(problem, config)
-            errors[config] = sample_error(data, plan.run(data))
-            calls[config] = lambda plan=plan, data=data: plan.run(data)
+            calls[config] = partial(submission.ARMS[config.arm].run, data, problem, config)
+            errors[config] = sample_error(data, calls[config]())
         durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
         medians = {config: statistics.median(values) / 1e3 for config, values in durations_ns.items()}
         table = Table(title=f"{case_label(one.args)}: reader {medians[None]:.1f} us", title_justify="left")

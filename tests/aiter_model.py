@@ -538,10 +538,12 @@ def standing_in(model: AiterModel) -> Iterator[AiterModel]:
             submission._aiter.cache_clear()
 
 
-def plan_for(data: tuple, arm: str, tile: int | None = None) -> submission.Plan:
-    """A plan that forces an arm, with its kernel's tile unless told."""
+def call_of(data: tuple, arm: str, tile: int | None = None) -> Callable[[tuple], torch.Tensor]:
+    """An arm as a function of inputs like `data`, with its kernel's tile unless told."""
     config = submission.Config(arm, block_n=tile or (128 if "a8w8" in arm else 32))
-    return submission.bind(submission.problem_of(data), config)
+    problem = submission.problem_of(data)
+    assert submission.ARMS[arm].why_not(problem) is None
+    return lambda data: submission.ARMS[arm].run(data, problem, config)
 
 
 # ---- watching a call ----

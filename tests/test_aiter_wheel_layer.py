@@ -16,7 +16,7 @@ import torch
 import reference
 import submission
 from submission import AITER_MODES, ARMS
-from tests.aiter_model import BLOCK, AiterModel, Watch, plan_for, standing_in
+from tests.aiter_model import BLOCK, AiterModel, Watch, call_of, standing_in
 from tests.aiter_wheel import code_object, mla_source, skip_without_wheel
 from tests.gfx950.aiter_objects import PERSISTENT, SPLIT
 
@@ -82,9 +82,9 @@ def small():
 
 @pytest.mark.parametrize("arm", LIBRARY_ARMS)
 def test_arm_is_exact_through_the_wheels_layer(wheel, small, arm):
-    plan = plan_for(small, arm)
+    call = call_of(small, arm)
     wheel.calls.clear()
-    out = plan.run(small)
+    out = call(small)
     report = reference.strict_check(small, out, ARMS[arm].kv)
     assert report.passed, report
     quantise = [QUANT] if AITER_MODES[arm].q == "dynamic" else []
@@ -93,17 +93,17 @@ def test_arm_is_exact_through_the_wheels_layer(wheel, small, arm):
 
 def test_the_wheels_layer_allocates_three_buffers_a_call(wheel, small):
     """Partial outputs, their sums and a final sum that nothing asked for; none of them ours."""
-    plan = plan_for(small, "aiter_fwd_a16w8")
-    plan.run(small)
+    call = call_of(small, "aiter_fwd_a16w8")
+    call(small)
     with Watch() as watch:
-        plan.run(small)
+        call(small)
     assert watch.allocated == [("mla.py", "aten.empty.memory_format")] * 3
     assert watch.synchronised == []
 
 
 def test_the_wheels_layer_gets_our_split_count(wheel, small):
-    plan = plan_for(small, "aiter_bf16")
-    plan.run(small)
+    call = call_of(small, "aiter_bf16")
+    call(small)
     assert wheel.calls[0].values["splitData"].shape[1] == 10
 
 

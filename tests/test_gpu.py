@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import reference
 import submission
 import task
-from submission import Config, Target, bind, problem_of
+from submission import ARMS, Config, Target, problem_of
 from tests.inputs import ragged_input, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA or ROCm GPU")
@@ -28,8 +29,7 @@ def name(config):
 
 
 def run(data, config):
-    plan = bind(problem_of(data), config)
-    return plan.run(data)
+    return ARMS[config.arm].run(data, problem_of(data), config)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
@@ -169,14 +169,15 @@ def test_a_call_runs_under_its_own_device(monkeypatch):
         yield
         current.pop()
 
-    def run_under(plan, data):
+    def run_under(*call):
         ran_under.append(current[-1])
-        return run_plan(plan, data)
+        return arm.run(*call)
 
-    ran_under, run_plan = [], submission.Plan.run
+    name = submission.last_run().arm
+    ran_under, arm = [], ARMS[name]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", under)
-    monkeypatch.setattr(submission.Plan, "run", run_under)
+    monkeypatch.setitem(ARMS, name, replace(arm, run=run_under))
     assert torch.equal(submission.custom_kernel(data), expected)
     assert ran_under == [0] and current == [1]
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import reference
 import submission
 from bench import mxfp4_policy
-from submission import Config, bind, problem_of
+from submission import ARMS, Config, problem_of
 from task import BENCHMARKS, QK_HEAD_DIM
 from tests import interpreted
 from tests.inputs import (
@@ -265,8 +265,7 @@ CONFIGS = [Config("triton_mxfp4", splits=splits, block_n=block_n) for splits, bl
 
 
 def run_on_gpu(data, config):
-    plan = bind(problem_of(data), config)
-    return plan.run(data)
+    return ARMS[config.arm].run(data, problem_of(data), config)
 
 
 @needs_gpu

@@ -161,7 +161,7 @@ def pretend_mi355x(monkeypatch, config: Config) -> dict[str, Emulated]:
     for name in ("_PLANS", "_SCRATCH"):
         monkeypatch.setattr(submission, name, {})
     monkeypatch.setattr(submission, "_target", lambda device: MI355X)
-    monkeypatch.setattr(submission, "TABLE", (submission.Row("gfx950", None, None, (config,)),))
+    monkeypatch.setattr(submission, "TABLE", (("gfx950", None, None, (config,)),))
     monkeypatch.setenv("MLA_TUNE", "0")
     monkeypatch.setenv("MLA_KV", submission.ARMS[config.arm].kv)
     return kernels

@@ -14,7 +14,7 @@ import submission
 from bench.cli import case_label
 from task import BENCHMARKS
 
-from ..aiter_model import BF16, BLOCK, D_QK, FP8, AiterModel, plan_for, standing_in
+from ..aiter_model import BF16, BLOCK, D_QK, FP8, AiterModel, call_of, standing_in
 from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects
 
@@ -108,8 +108,8 @@ def test_librarys_schedule_through_the_machine_code(machine, version, arm, batch
 def run_arm(model: MachineModel, arm: str, batch: int, kv_len: int, tile: int, ops: list, lengths: set) -> None:
     """One call of an arm, which must make these op calls over items of these lengths and pass the strict check."""
     data = reference.generate_input(batch, 1, kv_len, seed=kv_len)
-    plan = plan_for(data, arm, tile)
-    report = reference.strict_check(data, plan.run(data), "fp8")
+    call = call_of(data, arm, tile)
+    report = reference.strict_check(data, call(data), "fp8")
     assert model.ops() == ops
     assert item_lengths(model) == lengths
     assert report.passed, report
@@ -129,8 +129,8 @@ def stage1_values(model: MachineModel) -> dict:
 )
 def test_a16w16_takes_both_schedules_too(machine, arm, tile, batch, kv_len):
     model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=100)
-    plan = plan_for(data, arm, tile)
-    plan.run(data)
+    call = call_of(data, arm, tile)
+    call(data)
     stage1, reduce = (call.values for call in model.calls if call.op in (STAGE1, REDUCE))
     torch.ops.aiter.mla_decode_stage1_asm_fwd(**stage1 | {"KV": data[1]["bf16"].view(-1, 1, 1, D_QK), "kv_scale": None})
     torch.ops.aiter.mla_reduce_v1(**reduce)
@@ -141,8 +141,8 @@ def test_a16w16_takes_both_schedules_too(machine, arm, tile, batch, kv_len):
 def test_bf16_arm_through_the_machine_code(machine, batch, kv_len, splits):
     """Not persistent: blocks of 64 tokens dealt to the splits in turn; the library combines."""
     model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=kv_len)
-    plan = plan_for(data, "aiter_bf16")
-    report = reference.strict_check(data, plan.run(data), "bf16")
+    call = call_of(data, "aiter_bf16")
+    report = reference.strict_check(data, call(data), "bf16")
     assert model.ops() == [STAGE1, "stage2"]
     assert stage1_values(model)["splitData"].shape[1] == splits
     assert report.passed, report
@@ -161,11 +161,11 @@ def test_bf16_arm_through_the_machine_code(machine, batch, kv_len, splits):
 )
 def test_same_bits_however_late_loads_land(machine, arm, kv_len, tile, options):
     model, data = machine(), reference.generate_input(2, 1, kv_len, seed=kv_len)
-    plan = plan_for(data, arm, tile)
-    early = plan.run(data).clone()
+    call = call_of(data, arm, tile)
+    early = call(data).clone()
     for choice in options:
         model.options = {"late_loads": "late memory"} | choice
-        assert torch.equal(plan.run(data), early), choice
+        assert torch.equal(call(data), early), choice
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_token_0_poisons_other_sequences_where_a_step_is_not_whole(machine, arm,
     data = reference.generate_input(2, 1, kv_len, seed=kv_len)
     data[1]["bf16"][0] = torch.nan
     data[1]["fp8"][0].view(torch.uint8)[0] = 0x7F
-    plan = plan_for(data, arm, tile)
-    out = plan.run(data)
+    call = call_of(data, arm, tile)
+    out = call(data)
     assert out[0].isnan().any() and out[1].isnan().any() == poisoned
 
 
@@ -209,8 +209,8 @@ def test_no_arm_gives_a_persistent_kernel_a_bf16_cache():
 def test_an_empty_item_makes_the_kernel_skip_the_rest_of_its_cu(machine):
     """Why the schedule never has one; also that a wrong schedule does not pass here."""
     model, data = machine(), reference.generate_input(2, 1, 36, seed=36)
-    plan = plan_for(data, "aiter_own_a16w8", tile=48)
-    assert reference.strict_check(data, plan.run(data), "fp8").passed
+    call = call_of(data, "aiter_own_a16w8", tile=48)
+    assert reference.strict_check(data, call(data), "fp8").passed
     stage1 = stage1_values(model)
     first, second = stage1["work_info_set"].tolist()
     empty = [*first[:5], first[4], first[6], 0]
