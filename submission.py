@@ -119,215 +119,112 @@ def _power_of_two_scale(amax):
 
 
 @_jit
-def _load_tile(kv_ptrs, n, first_row, kv_end, stride_kv_t, BLOCK_N: tl.constexpr):
-    """Tile `n` of a sequence; rows at or past `kv_end` read as zeros, whatever lies there."""
-    rows = first_row + n * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(kv_ptrs + rows.to(tl.int64)[:, None] * stride_kv_t, mask=(rows < kv_end)[:, None], other=0.0)
+def _load_parts(ptr, rows, end, stride, LATENT: tl.constexpr):
+    """LATENT columns of `rows` and, behind them, the rope's, an eighth as many; rows from `end` on read as zeros."""
+    row_ptrs = ptr + rows.to(tl.int64)[:, None] * stride
+    mask = (rows < end)[:, None]
+    latent = tl.load(row_ptrs + tl.arange(0, LATENT)[None, :], mask=mask, other=0.0)
+    return latent, tl.load(row_ptrs + LATENT + tl.arange(0, LATENT // 8)[None, :], mask=mask, other=0.0)
 
 
 @_jit
-def _decode_fp8(
-    q_ptr,  # bf16 [total_q, 16, 576]
-    kv_ptr,  # fp8 e4m3 [total_kv, 576]
-    kv_scale_ptr,  # fp32 [1]
-    kv_indptr,  # int32 [b + 1]
-    out_ptr,  # bf16 [total_q, 16, 512]
-    part_ptr,  # fp16 [total_q, SPLITS, 16, 512], normalised, in units of the cache's scale
-    lse_ptr,  # fp32 [total_q, SPLITS, 16], log2; -inf for an empty split
-    softmax_scale,  # sm_scale * log2(e)
-    s_q,
-    stride_q_t,
-    stride_q_h,
-    stride_kv_t,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Grid (SPLITS, total_q). With SPLITS == 1 writes `out_ptr`, else one partial per split."""
-    H: tl.constexpr = 16
-    D: tl.constexpr = 512
-    R: tl.constexpr = 64
-    split = tl.program_id(0)
-    t = tl.program_id(1)
-    offs_h = tl.arange(0, H)
-    offs_d = tl.arange(0, D)
-    offs_r = tl.arange(0, R)
-    # Q before KV: it would queue behind the tiles.
-    q_base = q_ptr + t.to(tl.int64) * stride_q_t + offs_h[:, None] * stride_q_h
-    qn = tl.load(q_base + offs_d[None, :]).to(tl.float32)  # [16, 512]
-    qr = tl.load(q_base + D + offs_r[None, :]).to(tl.float32)  # [16, 64]
-    kv_scale = tl.load(kv_scale_ptr)
-    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
-    # A power-of-two scale per head makes Q fit fp16 exactly, as every e4m3 value does.
-    up, down = _power_of_two_scale(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
-    qn = (qn * up[:, None]).to(tl.float16)
-    qr = (qr * up[:, None]).to(tl.float16)
-    logit_scale = down * (kv_scale * softmax_scale)
-
-    m = tl.full([H], float("-inf"), tl.float32)
-    norm = tl.zeros([H], tl.float32)
-    acc = tl.zeros([H, D], tl.float32)
-    kn_ptrs = kv_ptr + offs_d[None, :]
-    kr_ptrs = kv_ptr + D + offs_r[None, :]
-    kn_next = _load_tile(kn_ptrs, first, kv_start, kv_end, stride_kv_t, BLOCK_N)
-    kr_next = _load_tile(kr_ptrs, first, kv_start, kv_end, stride_kv_t, BLOCK_N)
-    for n in range(first, last):
-        # One conversion serves K and V; the next tile is on its way in registers meanwhile.
-        kn = kn_next.to(tl.float16)
-        kr = kr_next.to(tl.float16)
-        kn_next = _load_tile(kn_ptrs, n + 1, kv_start, kv_end, stride_kv_t, BLOCK_N)
-        kr_next = _load_tile(kr_ptrs, n + 1, kv_start, kv_end, stride_kv_t, BLOCK_N)
-        x = tl.dot(qr, tl.trans(kr), tl.dot(qn, tl.trans(kn))) * logit_scale[:, None]
-        mask_n = kv_start + n * BLOCK_N + tl.arange(0, BLOCK_N) < kv_end
-        x = tl.where(mask_n[None, :], x, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        rescale = tl.exp2(m - m_new)
-        p = tl.exp2(x - m_new[:, None])
-        norm = norm * rescale + tl.sum(p, 1)
-        acc = tl.dot(p.to(tl.float16), kn, acc * rescale[:, None])
-        m = m_new
-
-    o = acc / tl.where(first < last, norm, 1.0)[:, None]
-    offs_o = offs_h[:, None] * D + offs_d[None, :]
-    if SPLITS == 1:
-        tl.store(out_ptr + t.to(tl.int64) * (H * D) + offs_o, (o * kv_scale).to(tl.bfloat16))
+def _load_tile(kv_ptr, scale_ptr, rows, kv_end, stride_kv_t, stride_scale_t: tl.constexpr):
+    """Both parts of the values and, over mxfp4, both of their scales, as they lie in the cache."""
+    if stride_scale_t is None:
+        tile = _load_parts(kv_ptr, rows, kv_end, stride_kv_t, 512)
     else:
-        row = t.to(tl.int64) * SPLITS + split
-        tl.store(part_ptr + row * (H * D) + offs_o, o.to(tl.float16))
-        tl.store(lse_ptr + row * H + offs_h, m + tl.log2(norm))
-
-
-@_jit
-def _e2m1(codes):
-    """The float32 values of E2M1 codes, uint8 0 .. 15 (sign, two exponent bits of bias 1, one mantissa bit).
-
-    Their bits at float32's sign and at bits 24 .. 22 are the value times 2^-126, denormals included.
-    """
-    codes = codes.to(tl.int32)
-    return (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@_jit
-def _e8m0(codes):
-    """The float32 scales 2^(code - 127) of E8M0 codes, uint8; 255 is NaN."""
-    bits = codes.to(tl.int32) << 23
-    bits = tl.where(codes == 0, 0x400000, tl.where(codes == 255, 0x7FC00000, bits))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@_jit
-def _mxfp4_pair(packed, scales):
-    """Packed E2M1 [n, blocks, 16] and E8M0 [n, blocks] as two bf16 [n, blocks * 16]: even dims, low nibbles, and odd.
-
-    Every product of an E2M1 value and a scale is a bf16 number, down to 2^-128; 2^128 and more become infinite.
-    """
-    n: tl.constexpr = packed.shape[0]
-    half: tl.constexpr = packed.shape[1] * 16
-    scale = _e8m0(scales)[:, :, None]
-    even = (_e2m1(packed & 15) * scale).to(tl.int32, bitcast=True) >> 16
-    odd = (_e2m1(packed >> 4) * scale).to(tl.int32, bitcast=True) >> 16
-    even = even.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    odd = odd.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return even.reshape(n, half), odd.reshape(n, half)
-
-
-@_jit
-def _load_mxfp4_tile(
-    kv_ptr, scale_ptr, n, first_row, kv_end, stride_kv_t, stride_scale_t, BLOCK_N: tl.constexpr,
-    SCALE_ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Tile `n` of a sequence: packed [BLOCK_N, blocks, 16], scales [BLOCK_N, blocks], latent, then rope.
-
-    Rows at or past `kv_end` read as zeros, whatever lies there.
-    """
-    offs_n = first_row + n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask_n = offs_n < kv_end
-    rows = offs_n.to(tl.int64)
-    tile = ()
-    for part in tl.static_range(2):
-        offs_b = 16 * part + tl.arange(0, 16 - 14 * part)
-        offs_kv = offs_b[:, None] * 16 + tl.arange(0, 16)[None, :]
-        packed_ptrs = kv_ptr + (rows * stride_kv_t)[:, None, None] + offs_kv[None, :, :]
-        scale_ptrs = scale_ptr + tl.multiple_of(rows * stride_scale_t, SCALE_ALIGN)[:, None] + offs_b[None, :]
-        packed = tl.load(packed_ptrs, mask=mask_n[:, None, None], other=0)
-        tile = tile + (packed, tl.load(scale_ptrs, mask=mask_n[:, None], other=0))
+        tile = _load_parts(kv_ptr, rows, kv_end, stride_kv_t, 256)
+        tile = tile + _load_parts(scale_ptr, rows, kv_end, stride_scale_t, 16)
     return tile
 
 
 @_jit
-def _decode_mxfp4(
+def _mxfp4(packed, scales):
+    """bf16 [n, blocks * 32] of E2M1 codes [n, blocks * 16], the low nibble for the even dim, and E8M0 [n, blocks].
+
+    Exact: every product is a bf16 number, down to 2^-128; 2^128 and more become infinite.
+    """
+    n: tl.constexpr = scales.shape[0]
+    blocks: tl.constexpr = scales.shape[1]
+    # The sign at float32's and the other bits at 24 .. 22 are the value times 2^-126, denormals included.
+    pairs = packed.to(tl.uint32).reshape(n, blocks, 16, 1)
+    shift = 4 * tl.arange(0, 2)
+    bits = ((pairs << (28 - shift)) & 0x80000000) | ((pairs << (22 - shift)) & 0x1C00000)
+    values = bits.to(tl.float32, bitcast=True) * 2.0**126
+    # 2^(code - 127), code 0 a denormal; 255 is NaN.
+    scale = tl.maximum(scales.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    scale = tl.where(scales == 255, float("nan"), scale)[:, :, None, None]
+    upper = ((values * scale).to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    return upper.to(tl.bfloat16, bitcast=True).reshape(n, blocks * 32)
+
+
+@_jit
+def _decode(
     q_ptr,  # bf16 [total_q, 16, 576]
-    kv_ptr,  # uint8 [total_kv, 288], two E2M1 codes each, the low nibble for the even dim
-    scale_ptr,  # uint8 [>= total_kv, >= 18], E8M0 codes, one for 32 dims
+    kv_ptr,  # fp8 e4m3 [total_kv, 576], or mxfp4, uint8 [total_kv, 288] of two E2M1 codes each
+    scale_ptr,  # fp32 [1], or uint8 [>= total_kv, >= 18] of E8M0 codes, one for 32 dims
     kv_indptr,  # int32 [b + 1]
     out_ptr,  # bf16 [total_q, 16, 512]
-    part_ptr,  # fp32 [total_q, SPLITS, 16, 512], normalised
+    part_ptr,  # [total_q, SPLITS, 16, 512], normalised: of fp8 fp16, in units of the cache's scale; of mxfp4 fp32
     lse_ptr,  # fp32 [total_q, SPLITS, 16], log2; -inf for an empty split
     softmax_scale,  # sm_scale * log2(e)
     s_q,
     stride_q_t,
     stride_q_h,
     stride_kv_t,
-    stride_scale_t,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SCALE_ALIGN: tl.constexpr,  # what the address and the row stride of the scales are multiples of
+    stride_scale_t: tl.constexpr,  # None over fp8; constant, as the width of loads hangs on it
 ):
     """Grid (SPLITS, total_q). With SPLITS == 1 writes `out_ptr`, else one partial per split.
 
-    The cache is exact in bf16 whatever its scales, and so is Q: only P is rounded, in products as in its sum. Even and
-    odd dims are kept apart, in Q and the output too, so that no nibble changes places.
+    Multiplies in fp16 (fp8) or bf16 (mxfp4), where cache and Q are exact: only P is rounded, in products as in its sum.
     """
-    H: tl.constexpr = 16
-    D: tl.constexpr = 512
-    HALF: tl.constexpr = 256
     split = tl.program_id(0)
     t = tl.program_id(1)
-    offs_h = tl.arange(0, H)
-    offs_d = tl.arange(0, HALF)
-    offs_r = tl.arange(0, 32)
+    offs_h = tl.arange(0, 16)
     # Q before KV: it would queue behind the tiles.
-    q_base = q_ptr + t.to(tl.int64) * stride_q_t + offs_h[:, None] * stride_q_h
-    qn_even = tl.load(q_base + 2 * offs_d[None, :])  # [16, 256]
-    qn_odd = tl.load(q_base + 2 * offs_d[None, :] + 1)
-    qr_even = tl.load(q_base + D + 2 * offs_r[None, :])  # [16, 32]
-    qr_odd = tl.load(q_base + D + 2 * offs_r[None, :] + 1)
+    qn, qr = _load_parts(q_ptr + t.to(tl.int64) * stride_q_t, offs_h, 16, stride_q_h, 512)
+    kv_scale = tl.load(scale_ptr) if stride_scale_t is None else 1.0
     kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
+    # A power-of-two scale per head makes Q fit fp16 exactly, as every e4m3 value does.
+    dtype: tl.constexpr = tl.float16 if stride_scale_t is None else tl.bfloat16
+    qn, qr = qn.to(tl.float32), qr.to(tl.float32)
+    up, down = _power_of_two_scale(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
+    qn, qr = (qn * up[:, None]).to(dtype), (qr * up[:, None]).to(dtype)
+    logit_scale = down * (kv_scale * softmax_scale)
 
-    m = tl.full([H], float("-inf"), tl.float32)
-    norm = tl.zeros([H], tl.float32)
-    acc_even = tl.zeros([H, HALF], tl.float32)
-    acc_odd = tl.zeros([H, HALF], tl.float32)
-    tile = _load_mxfp4_tile(
-        kv_ptr, scale_ptr, first, kv_start, kv_end, stride_kv_t, stride_scale_t, BLOCK_N, SCALE_ALIGN
-    )
-    for n in range(first, last):
-        # One decoding serves K and V; the next tile is on its way in registers meanwhile.
-        kn_even, kn_odd = _mxfp4_pair(tile[0], tile[1])
-        kr_even, kr_odd = _mxfp4_pair(tile[2], tile[3])
-        tile = _load_mxfp4_tile(
-            kv_ptr, scale_ptr, n + 1, kv_start, kv_end, stride_kv_t, stride_scale_t, BLOCK_N, SCALE_ALIGN
-        )
-        x = tl.dot(qr_odd, tl.trans(kr_odd), tl.dot(qr_even, tl.trans(kr_even)))
-        x = tl.dot(qn_odd, tl.trans(kn_odd), tl.dot(qn_even, tl.trans(kn_even), x)) * softmax_scale
-        mask_n = kv_start + n * BLOCK_N + tl.arange(0, BLOCK_N) < kv_end
+    m = tl.full([16], float("-inf"), tl.float32)
+    norm = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, 512], tl.float32)
+    rows = kv_start + first * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = _load_tile(kv_ptr, scale_ptr, rows, kv_end, stride_kv_t, stride_scale_t)
+    for _ in range(first, last):
+        # One conversion serves K and V; the next tile is on its way in registers meanwhile.
+        if stride_scale_t is None:
+            kn, kr = tile[0].to(dtype), tile[1].to(dtype)
+        else:
+            kn, kr = _mxfp4(tile[0], tile[2]), _mxfp4(tile[1], tile[3])
+        mask_n = rows < kv_end
+        rows += BLOCK_N
+        tile = _load_tile(kv_ptr, scale_ptr, rows, kv_end, stride_kv_t, stride_scale_t)
+        x = tl.dot(qn, tl.trans(kn), tl.dot(qr, tl.trans(kr))) * logit_scale[:, None]
         x = tl.where(mask_n[None, :], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
         rescale = tl.exp2(m - m_new)
-        p = tl.exp2(x - m_new[:, None]).to(tl.bfloat16)
+        p = tl.exp2(x - m_new[:, None]).to(dtype)
         norm = norm * rescale + tl.sum(p.to(tl.float32), 1)
-        acc_even = tl.dot(p, kn_even, acc_even * rescale[:, None])
-        acc_odd = tl.dot(p, kn_odd, acc_odd * rescale[:, None])
+        acc = tl.dot(p, kn, acc * rescale[:, None])
         m = m_new
 
-    inverse = (1.0 / tl.where(first < last, norm, 1.0))[:, None]
-    o = tl.join(acc_even * inverse, acc_odd * inverse).reshape(H, D)
-    offs_o = offs_h[:, None] * D + tl.arange(0, D)[None, :]
+    o = acc / tl.where(first < last, norm, 1.0)[:, None]
+    row = t.to(tl.int64) * SPLITS + split
+    offs_o = offs_h[:, None] * 512 + tl.arange(0, 512)[None, :]
     if SPLITS == 1:
-        tl.store(out_ptr + t.to(tl.int64) * (H * D) + offs_o, o.to(tl.bfloat16))
+        tl.store(out_ptr + row * 8192 + offs_o, o * kv_scale)
     else:
-        row = t.to(tl.int64) * SPLITS + split
-        tl.store(part_ptr + row * (H * D) + offs_o, o)
-        tl.store(lse_ptr + row * H + offs_h, m + tl.log2(norm))
+        tl.store(part_ptr + row * 8192 + offs_o, o)
+        tl.store(lse_ptr + row * 16 + offs_h, m + tl.log2(norm))
 
 
 @_jit
@@ -342,26 +239,24 @@ def _combine(
     DEPENDENT: tl.constexpr,  # launched while the partials are still being written (CUDA only)
 ):
     """Grid (512 / BLOCK_D, 16, total_q): weighs the partials of one head by 2^lse; no token at all gives zeros."""
-    H: tl.constexpr = 16
-    D: tl.constexpr = 512
     offs_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     h = tl.program_id(1)
     t = tl.program_id(2).to(tl.int64)
     offs_s = tl.arange(0, BLOCK_S)
-    row = (t * SPLITS + offs_s) * H + h
+    row = (t * SPLITS + offs_s) * 16 + h
     kv_scale = tl.load(kv_scale_ptr)
     if DEPENDENT:
         tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     mask_s = offs_s < SPLITS
     lse = tl.load(lse_ptr + row, mask=mask_s, other=float("-inf"))
-    part = tl.load(part_ptr + row[:, None] * D + offs_d[None, :], mask=mask_s[:, None], other=0.0)
+    part = tl.load(part_ptr + row[:, None] * 512 + offs_d[None, :], mask=mask_s[:, None], other=0.0)
     # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
     empty = lse == float("-inf")
     part = tl.where(empty[:, None], 0.0, part.to(tl.float32))
     w = tl.where(empty, 0.0, tl.exp2(lse - tl.max(lse, 0)))
     total = tl.sum(w, 0)
     o = tl.sum(part * w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + (t * H + h) * D + offs_d, (o * kv_scale).to(tl.bfloat16))
+    tl.store(out_ptr + (t * 16 + h) * 512 + offs_d, o * kv_scale)
 
 
 # ---- Gluon: one launch ----
@@ -1633,16 +1528,16 @@ def _launch_combine(
     )  # fmt: skip
 
 
-def _run_triton_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
-    kv, kv_scale = data[1]["fp8"]
-    return _split_k(data, problem, config, _decode_fp8, (kv, kv_scale), (kv.stride(0),), BLOCK_N=config.block_n)
-
-
-def _run_triton_mxfp4(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
-    cache = packed, scales = tuple(x.view(torch.uint8) for x in data[1]["mxfp4"])  # Triton takes neither's own dtype
-    bits = scales.data_ptr() | scales.stride(0) | 16
-    options = {"BLOCK_N": config.block_n, "SCALE_ALIGN": bits & -bits}
-    return _split_k(data, problem, config, _decode_mxfp4, cache, (packed.stride(0), scales.stride(0)), **options)
+def _run_triton(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
+    kv, scale = data[1][ARMS[config.arm].kv]
+    stride_scale_t = None
+    if config.arm == "triton_mxfp4":  # Triton takes neither of its dtypes
+        kv, scale = kv.view(torch.uint8), scale.view(torch.uint8)
+        stride_scale_t = scale.stride(0)
+    return _split_k(
+        data, problem, config, _decode, (kv, scale), (kv.stride(0),), BLOCK_N=config.block_n,
+        stride_scale_t=stride_scale_t,
+    )  # fmt: skip
 
 
 def _run_hopper_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
@@ -2208,8 +2103,8 @@ ARMS: dict[str, Arm] = {
     "hopper_fp8": Arm("fp8", partial(_no_gluon, target="sm90"), _run_hopper_fp8),
     "gfx950_fp8": Arm("fp8", partial(_no_gluon, target="gfx950"), _run_gfx950_fp8),
     "gfx950_mxfp4": Arm("mxfp4", partial(_no_gluon, target="gfx950", cache="mxfp4"), _run_gfx950_mxfp4),
-    "triton_fp8": Arm("fp8", _no_triton, _run_triton_fp8),
-    "triton_mxfp4": Arm("mxfp4", _no_triton, _run_triton_mxfp4),
+    "triton_fp8": Arm("fp8", _no_triton, _run_triton),
+    "triton_mxfp4": Arm("mxfp4", _no_triton, _run_triton),
     "torch_bmm": Arm("bf16", _no_equal_sequences, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
     "torch_chunked_mxfp4": Arm("mxfp4", lambda problem: None, _run_torch_chunked, last_resort=True),

@@ -1,7 +1,7 @@
 """The portable Triton kernels in Triton's interpreter, to be called in a process of its own.
 
 Triton decides when it is imported whether it interprets or compiles, so one process cannot do both. `interpreter()` is
-an executor whose process interprets; submit `run`, `run_mxfp4` or `call` to it.
+an executor whose process interprets; submit `run` or `call` to it.
 """
 
 import concurrent.futures
@@ -42,57 +42,45 @@ def interpreter():
             yield pool
 
 
-def run(data, splits, block_n=64):
-    """The fp8 decode in two launches (or one), on partials and an output full of NaN."""
+def run(data, splits, block_n=64, combine=True, kv="fp8"):
+    """The decode over the cache `kv` in two launches (or one), on partials and an output full of NaN.
+
+    With `combine` False its partials and their LSE.
+    """
     q, kv_data, _, kv_indptr, config = data
-    kv, kv_scale = kv_data["fp8"]
+    cache, scale = kv_data[kv]
+    kv_scale, stride_scale_t, partials = scale, None, torch.float16
+    if kv == "mxfp4":
+        cache, scale = cache.view(torch.uint8), scale.view(torch.uint8)
+        kv_scale, stride_scale_t, partials = torch.ones(1), scale.stride(0), torch.float32
     total_q = q.shape[0]
     out = torch.full((total_q, 16, 512), float("nan"), dtype=torch.bfloat16)
-    part = torch.full((total_q, splits, 16, 512), float("nan"), dtype=torch.float16)
+    part = torch.full((total_q, splits, 16, 512), float("nan"), dtype=partials)
     lse = torch.full((total_q, splits, 16), float("nan"))
-    submission._decode_fp8[(splits, total_q)](
-        q, kv, kv_scale, kv_indptr, out, part, lse, config["sm_scale"] * submission.LOG2E, config["q_seq_len"],
-        q.stride(0), q.stride(1), kv.stride(0), SPLITS=splits, BLOCK_N=block_n,
+    submission._decode[(splits, total_q)](
+        q, cache, scale, kv_indptr, out, part, lse, config["sm_scale"] * submission.LOG2E, config["q_seq_len"],
+        q.stride(0), q.stride(1), cache.stride(0), SPLITS=splits, BLOCK_N=block_n, stride_scale_t=stride_scale_t,
     )  # fmt: skip
+    if not combine:
+        return part, lse
     if splits > 1:
         submission._launch_combine(part, lse, kv_scale, out, dependent=False)
     return out
 
 
-def run_mxfp4(data, splits, block_n=64, combine=True):
-    """The mxfp4 decode likewise; with `combine` False its partials and their LSE."""
-    q, kv_data, _, kv_indptr, config = data
-    packed, scales = (x.view(torch.uint8) for x in kv_data["mxfp4"])
-    total_q = q.shape[0]
-    out = torch.full((total_q, 16, 512), float("nan"), dtype=torch.bfloat16)
-    part = torch.full((total_q, splits, 16, 512), float("nan"))
-    lse = torch.full((total_q, splits, 16), float("nan"))
-    submission._decode_mxfp4[(splits, total_q)](
-        q, packed, scales, kv_indptr, out, part, lse, config["sm_scale"] * submission.LOG2E, config["q_seq_len"],
-        q.stride(0), q.stride(1), packed.stride(0), scales.stride(0), SPLITS=splits, BLOCK_N=block_n, SCALE_ALIGN=1,
-    )  # fmt: skip
-    if not combine:
-        return part, lse
-    if splits > 1:
-        submission._launch_combine(part, lse, torch.ones(1), out, dependent=False)
-    return out
-
-
 @triton.jit
-def _pairs(packed_ptr, scale_ptr, even_ptr, odd_ptr, N: tl.constexpr):
-    offs = tl.arange(0, N)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    scales = tl.load(scale_ptr + tl.arange(0, N)[:, None])
-    even, odd = submission._mxfp4_pair(tl.load(packed_ptr + offs).reshape(N, 1, 16), scales)
-    tl.store(even_ptr + offs, even)
-    tl.store(odd_ptr + offs, odd)
+def _values(packed_ptr, scale_ptr, value_ptr, N: tl.constexpr):
+    rows = tl.arange(0, N)[:, None]
+    packed = tl.load(packed_ptr + rows * 16 + tl.arange(0, 16)[None, :])
+    tl.store(value_ptr + rows * 32 + tl.arange(0, 32)[None, :], submission._mxfp4(packed, tl.load(scale_ptr + rows)))
 
 
-def decode_pairs(packed, scales):
-    """`_mxfp4_pair` of packed uint8 (n, 16) and scale codes (n, 1): the even and the odd dims, bf16 (n, 16) each."""
+def decode_mxfp4(packed, scales):
+    """`_mxfp4` of packed uint8 (n, 16) and scale codes (n, 1): bf16 (n, 32)."""
     n = packed.shape[0]
-    even, odd = torch.empty(2, n, 16, dtype=torch.bfloat16)
-    _pairs[(1,)](packed, scales, even, odd, n)
-    return even, odd
+    values = torch.empty(n, 32, dtype=torch.bfloat16)
+    _values[(1,)](packed, scales, values, n)
+    return values
 
 
 def run_far(data, splits, stride):

@@ -18,9 +18,9 @@ from task import BENCHMARKS
 SM90, GFX950 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx950", 64)
 SHAPES = [(case["batchsize"], case["kvseqlen"]) for case in BENCHMARKS]
 PORTABLE = {
-    "q_ptr": "*bf16", "kv_ptr": "*fp8e4nv", "kv_scale_ptr": "*fp32", "kv_indptr": "*i32", "out_ptr": "*bf16",
-    "part_ptr": "*fp16", "lse_ptr": "*fp32", "softmax_scale": "fp32", "s_q": "i32", "stride_q_t": "i32",
-    "stride_q_h": "i32", "stride_kv_t": "i32",
+    "q_ptr": "*bf16", "kv_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "kv_scale_ptr": "*fp32", "kv_indptr": "*i32",
+    "out_ptr": "*bf16", "part_ptr": "*fp16", "lse_ptr": "*fp32", "softmax_scale": "fp32", "s_q": "i32",
+    "stride_q_t": "i32", "stride_q_h": "i32", "stride_kv_t": "i32",
 }  # fmt: skip
 
 
@@ -35,17 +35,17 @@ HOPPER = {
 }  # fmt: skip
 
 
-MXFP4 = {**PORTABLE, "kv_ptr": "*u8", "scale_ptr": "*u8", "part_ptr": "*fp32", "stride_scale_t": "i32"}
+MXFP4 = {**PORTABLE, "kv_ptr": "*u8", "scale_ptr": "*u8", "part_ptr": "*fp32"}
 
 
 def compile_kernel(kernel, types, constants, target, source=ASTSource, **options):
-    """Compiles as the launcher does: pointers and strides but of scales divisible by 16, everything else unknown."""
+    """Compiles as the launcher does: pointers and strides divisible by 16, everything else unknown."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or (name.startswith("stride") and "scale" not in name)
+        if signature[name].startswith("*") or (name.startswith("stride") and name not in constants)
     }
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     return compile(source(kernel, signature, constexprs=constexprs, attrs=attrs), target=target, options=options)
@@ -61,8 +61,8 @@ def portable_variants(name):
 @pytest.mark.parametrize("name, target", [("gpu", SM90), ("sm90", SM90), ("gfx950", GFX950)])
 def test_portable_decode_compiles(name, target):
     for split, block_n, num_warps in portable_variants(name):
-        constants = {"SPLITS": 4 if split else 1, "BLOCK_N": block_n}
-        compiled = compile_kernel(submission._decode_fp8, PORTABLE, constants, target, num_warps=num_warps)
+        constants = {"SPLITS": 4 if split else 1, "BLOCK_N": block_n, "stride_scale_t": None}
+        compiled = compile_kernel(submission._decode, PORTABLE, constants, target, num_warps=num_warps)
         if target is SM90:
             ptx = compiled.asm["ptx"]
             assert "ld.shared.b8" not in ptx and "ld.shared.u8" not in ptx, "the tile is read bytewise"
@@ -76,16 +76,16 @@ def test_portable_decode_compiles(name, target):
 @pytest.mark.parametrize("target", [SM90, GFX950], ids=["sm_90", "gfx950"])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_portable_mxfp4_decode_compiles(target, splits):
-    """The packed cache is loaded by 16 bytes, the scales by 8 (rows of 24) but for the two of the rope part."""
-    constants = {"SPLITS": splits, "BLOCK_N": 32, "SCALE_ALIGN": 8}
-    compiled = compile_kernel(submission._decode_mxfp4, MXFP4, constants, target, num_warps=8)
+    """Q and the packed cache are loaded by 16 bytes, a thread's two scales at once but for those of the rope part."""
+    constants = {"SPLITS": splits, "BLOCK_N": 32, "stride_scale_t": 24}
+    compiled = compile_kernel(submission._decode, MXFP4, constants, target, num_warps=8)
     if target is SM90:
         loads = Counter(re.findall(r"ld\.global\.(\S+)", compiled.asm["ptx"]))
-        # Each before the loop and in it.
-        assert loads["v4.b32"] == 4 and loads["b8"] == 2
+        # Each of the cache's before the loop and in it.
+        assert loads["v4.b32"] == 4 + 4 and loads["b16"] == 2 and loads["b8"] == 2
     else:
         asm = compiled.asm["amdgcn"]
-        assert asm.count("global_load_dwordx4") == 2 and asm.count("global_load_ubyte") == 4
+        assert asm.count("global_load_dwordx4") == 2 + 2 and asm.count("global_load_ubyte") == 4
         assert re.search(r"\.vgpr_spill_count: +0\n", asm)
 
 

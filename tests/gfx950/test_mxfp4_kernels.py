@@ -25,12 +25,12 @@ KERNEL_ERROR = 3e-3
 
 @functools.cache
 def portable(splits: int) -> TritonKernel:
-    constexprs = {"SPLITS": splits, "BLOCK_N": 32, "SCALE_ALIGN": 8}
-    names = submission._decode_mxfp4.arg_names
+    constexprs = {"SPLITS": splits, "BLOCK_N": 32, "stride_scale_t": 24}
+    names = submission._decode.arg_names
     types = {name: MXFP4[name] for name in names if name not in constexprs}
     aligned = [i for i, name in enumerate(names) if types.get(name, "")[:1] == "*"]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    return TritonKernel.compile(submission._decode_mxfp4, types, constexprs, attrs, num_warps=8)
+    return TritonKernel.compile(submission._decode, types, constexprs, attrs, num_warps=8)
 
 
 def cache_of(data):
@@ -52,7 +52,7 @@ def run_portable(data, splits: int, **options):
     inputs = {"q_ptr": q, "kv_ptr": packed, "scale_ptr": scales, "kv_indptr": kv_indptr}
     scalars = {
         "softmax_scale": config["sm_scale"] * LOG2E, "s_q": config["q_seq_len"], "stride_q_t": q.stride(0),
-        "stride_q_h": q.stride(1), "stride_kv_t": packed.stride(0), "stride_scale_t": 24,
+        "stride_q_h": q.stride(1), "stride_kv_t": packed.stride(0),
     }  # fmt: skip
     outputs = {"out_ptr": out, "part_ptr": part, "lse_ptr": lse}
     run = portable(splits).launch((splits, q.shape[0]), inputs | scalars | outputs, read_only=tuple(inputs), **options)
