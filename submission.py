@@ -29,7 +29,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise, takewhile
@@ -1173,10 +1175,10 @@ Row = tuple[str, "int | None", "int | None", tuple[Config, ...]]
 
 _TRITON, _CHUNKED = Config("triton_fp8"), Config("torch_chunked", splits=1)
 _GPU = (_TRITON, Config("torch_bmm", splits=1), _CHUNKED)
-_A16W8 = Config("aiter_own_a16w8", splits=1, block_n=64)
-_A8W8 = Config("aiter_own_a8w8", splits=1, block_n=128)
+_A16W8 = Config("aiter_own_a16w8", splits=1)
+_A8W8 = Config("aiter_own_a8w8", splits=1)
 # At scale 1, which fits the official queries: they are standard normal.
-_CAST = Config("aiter_own_a8w8_cast", splits=1, block_n=128)
+_CAST = Config("aiter_own_a8w8_cast", splits=1)
 
 
 def _gfx950(waves: int, one_launch: bool = False) -> Config:
@@ -1214,7 +1216,7 @@ TABLE: tuple[Row, ...] = (
     # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
     # `python -m bench.mxfp4_gfx950`; AITER goes by its schedules' busy CUs and longest CU, see docs/aiter.md.
     # A small total, where quantising Q costs a launch and the bf16 cache's bytes are few.
-    _mi355x(4, 1024, _FP8, _gfx950(2), replace(_A16W8, block_n=32), Config("aiter_bf16", splits=1)),
+    _mi355x(4, 1024, _FP8, _gfx950(2), _A16W8, Config("aiter_bf16", splits=1)),
     _mi355x(4, 8192, _FP8, _CAST, _A16W8, _A8W8),
     _mi355x(32, 1024, _FP8_MERGED, _FP8, _CAST, _A16W8),
     _mi355x(32, 8192, _FP8_MERGED, _PACKED_MERGED, _CAST, _A16W8),
@@ -1623,34 +1625,16 @@ def _run_torch_chunked(data: tuple, problem: Problem, config: Config) -> torch.T
 # ---- AITER ----
 
 
-@dataclass(frozen=True)
-class AiterSchedule:
-    """Work lists of AITER's persistent MLA decode, as its kernels read them and by its names.
-
-    CU c runs `work_info_set[work_indptr[c] : work_indptr[c + 1]]`. An item is (sequence, partial row or -1 when it
-    writes the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0); KV positions
-    count over the whole batch, ends are exclusive. Sequence b's output is combined from the partial rows
-    `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when it is not split, into the rows
-    `reduce_final_map[b]`. Source: the work-info union and the metadata and reduce kernels of AITER's MLA.
-    """
-
-    work_indptr: tuple[int, ...]  # [num_cu + 1]
-    work_info_set: tuple[tuple[int, ...], ...]  # [items, 8]
-    reduce_indptr: tuple[int, ...]  # [batch + 1]
-    reduce_final_map: tuple[tuple[int, int], ...]  # [batch, 2]
-    reduce_partial_map: tuple[int, ...]  # [partial rows]
-
-
-AiterItem = tuple[int, int, int]  # CU, first token, end
 A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; the a16w8 kernel takes 16
 NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return NaN on gfx950
+POOL_BYTES = 1 << 32  # the kernels' KV offsets are 32 bits wide
 
 
 def _item_fault(length: int, tile: int) -> str | None:
     """Why stage 1 must not be given an item of `length` tokens; tiles of whole 128 tokens are the a8w8 kernel's.
 
-    A tail of 1 to 3 tokens was reported to return NaN. The a8w8 kernel may overlap its last prefetch with the staging
-    of its output when the number of whole tiles is even and not zero.
+    A tail of 1 to 3 tokens was reported to return NaN. With an even number of whole tiles, not zero, the a8w8 kernel
+    may overlap its last prefetch with the staging of its output.
     """
     if length % 16 in (1, 2, 3):
         return f"an item has {length} tokens, a tail under 4"
@@ -1659,19 +1643,30 @@ def _item_fault(length: int, tile: int) -> str | None:
     return None
 
 
-def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSchedule:
-    """Deals `batch` sequences of `kv_len` tokens to `num_cu` CUs in cuts of `tile` tokens (a multiple of 16).
+def _cut(length: int, tile: int) -> list[int]:
+    """The lengths of two items without a fault, the first of whole tiles if possible, else `length` itself."""
+    for first in chain(range(tile, length, tile), range(8, length, 8)):
+        if not (_item_fault(first, tile) or _item_fault(length - first, tile)):
+            return [first, length - first]
+    return [length]
+
+
+def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> dict[str, list]:
+    """AITER's work lists, by its names, for `batch` sequences of `kv_len` tokens on `num_cu` CUs.
+
+    CU c runs `work_info_set[work_indptr[c] : work_indptr[c + 1]]`. An item is [sequence, partial row or -1 when it
+    writes the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0]; KV positions
+    count over the whole batch, ends are exclusive. Rows `reduce_final_map[b]` of the output are combined from the
+    partial rows `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when sequence b is not split.
+    Source: the work-info union and the metadata and reduce kernels of AITER's MLA.
 
     Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
-    within its sequence. So every CU is within one tile of the mean, and works through its items in order.
+    (itself one of 16) within its sequence. So every CU is within one tile of the mean, its items in order. An item with
+    an `_item_fault` is cut in two, and so is one of a sequence in exactly 16 items. A sequence that would pass the
+    `num_cu` items that the reduce takes keeps its faults, as does one of 1 to 3 tokens; `schedule_fault` finds them.
 
-    An item with an `_item_fault` is cut in two without, on its CU; a sequence in exactly 16 items gets one more. The
-    reduce takes at most `num_cu` items a sequence: one that would pass this keeps its faults, as do sequences of 1 to
-    3 tokens, and `schedule_fault` finds them.
-
-    Worked example, 4 x 1024 on 256 CUs: tiles of 128 make 32 items of 128 tokens, so 32 busy CUs; tiles of 32 make
-    128 items. 32 x 8192 with tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items a sequence,
-    so one of them becomes two.
+    Worked example, 32 x 8192 on 256 CUs in tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items
+    a sequence, so one of 7 tiles becomes two.
 
     Pure. Raises ValueError when an argument is out of range.
     """
@@ -1679,104 +1674,77 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> AiterSche
     _expect(kv_len >= 1, "kv_len", "at least 1", kv_len)
     _expect(num_cu > NAN_SPLITS, "num_cu", f"more than {NAN_SPLITS}", num_cu)
     _expect(tile >= 16 and tile % 16 == 0, "tile", "a positive multiple of 16", tile)
-    total = batch * kv_len
     # Cuts 8 tokens early give the last item 9 to 11 tokens instead of a tail of 1 to 3.
     early = 8 if kv_len % 16 in (1, 2, 3) else 0
+    bounds = []
+    for cu in range(num_cu + 1):
+        b, offset = divmod(cu * batch * kv_len // num_cu, kv_len)
+        bounds.append(b * kv_len + max(0, (offset + early) // tile * tile - early))
 
-    def boundary(cu: int) -> int:
-        b, offset = divmod(cu * total // num_cu, kv_len)
-        return b * kv_len + max(0, (offset + early) // tile * tile - early)
-
-    sequences: list[list[AiterItem]] = [[] for _ in range(batch)]
-    for cu in range(num_cu):
-        start, end = boundary(cu), boundary(cu + 1)
-        for b in range(start // kv_len, -(-end // kv_len)):
-            item = (cu, max(start, b * kv_len), min(end, (b + 1) * kv_len))
-            if item[1] < item[2]:
-                sequences[b].append(item)
-
-    by_cu: list[list[tuple[int, ...]]] = [[] for _ in range(num_cu)]
+    items: list[list[int]] = []
     reduce_indptr = [0]
-    for b, items in enumerate(sequences):
-        items = _without_faults(items, num_cu, tile)
-        rows = len(items) if len(items) > 1 else 0
-        for i, (cu, start, end) in enumerate(items):
-            row = reduce_indptr[-1] + i if rows else -1
-            by_cu[cu].append((b, row, b, b + 1, start, end, (b + 1) * kv_len - end, 0))
-        reduce_indptr.append(reduce_indptr[-1] + rows)
-    return AiterSchedule(
-        work_indptr=tuple(accumulate(map(len, by_cu), initial=0)),
-        work_info_set=tuple(chain.from_iterable(by_cu)),
-        reduce_indptr=tuple(reduce_indptr),
-        reduce_final_map=tuple((b, b + 1) for b in range(batch)),
-        reduce_partial_map=tuple(range(reduce_indptr[-1])),
-    )
-
-
-def _without_faults(items: list[AiterItem], num_cu: int, tile: int) -> list[AiterItem]:
-    """The items of one sequence with the further cuts that `build_schedule` describes."""
-
-    def cut(item: AiterItem) -> list[AiterItem]:
-        cu, start, end = item
-        for step in (tile, 16, 8):
-            for middle in range(start + step, end, step):
-                if not (_item_fault(middle - start, tile) or _item_fault(end - middle, tile)):
-                    return [(cu, start, middle), (cu, middle, end)]
-        return [item]
-
-    pieces = [x for item in items for x in (cut(item) if _item_fault(item[2] - item[1], tile) else [item])]
-    if len(pieces) > num_cu:
-        pieces = items
-    if len(pieces) == NAN_SPLITS:
-        longest = max(pieces, key=lambda item: item[2] - item[1])
-        pieces = [x for item in pieces for x in (cut(item) if item == longest else [item])]
-    return pieces
+    rows = 0
+    for b in range(batch):
+        first, end = b * kv_len, (b + 1) * kv_len
+        cuts = sorted({first, *(x for x in bounds if first < x < end), end})
+        lengths = [after - before for before, after in pairwise(cuts)]
+        pieces = [x for length in lengths for x in (_cut(length, tile) if _item_fault(length, tile) else [length])]
+        if len(pieces) > num_cu:
+            pieces = lengths
+        if len(pieces) == NAN_SPLITS:
+            i = pieces.index(max(pieces))
+            pieces[i : i + 1] = _cut(pieces[i], tile)
+        split = len(pieces) > 1
+        for kv_start, kv_end in pairwise(accumulate(pieces, initial=first)):
+            items.append([b, rows if split else -1, b, b + 1, kv_start, kv_end, end - kv_end, 0])
+            rows += split
+        reduce_indptr.append(rows)
+    starts = [item[4] for item in items]
+    return {
+        "work_indptr": [bisect_left(starts, x) for x in bounds],  # [num_cu + 1]
+        "work_info_set": items,  # [items, 8]
+        "reduce_indptr": reduce_indptr,  # [batch + 1]
+        "reduce_final_map": [[b, b + 1] for b in range(batch)],  # [batch, 2]
+        "reduce_partial_map": list(range(rows)),  # [partial rows]
+    }
 
 
 def schedule_fault(
-    work_indptr: Sequence[int], work_info_set: Sequence[Sequence[int]], batch: int, kv_len: int, tile: int
+    work_indptr: list[int], work_info_set: list[list[int]], batch: int, kv_len: int, tile: int
 ) -> str | None:
-    """Why AITER's kernel of such a tile must not be given these work lists, of `batch` sequences of `kv_len` tokens.
+    """Why AITER's kernel of such a tile must not be given these lists of `batch` sequences of `kv_len` tokens, or None.
 
-    None: it may. An empty item ends its CU, so later items are skipped; for the rest see `_item_fault`.
+    An empty item ends its CU, so later items are skipped; for the rest see `_item_fault`.
     """
-    if work_indptr[0] != 0 or any(a > b for a, b in pairwise(work_indptr)):
+    if work_indptr[0] != 0 or work_indptr != sorted(work_indptr):
         return "work_indptr does not rise from 0"
-    sequences: list[list[tuple[int, int, int]]] = [[] for _ in range(batch)]  # of each: (start, end, partial row)
-    for b, row, q_start, q_end, start, end, rest, _ in work_info_set[: work_indptr[-1]]:
-        if not (0 <= b < batch and (q_start, q_end) == (b, b + 1) and start < end and rest == (b + 1) * kv_len - end):
+    items = sorted(work_info_set[: work_indptr[-1]], key=itemgetter(4))
+    splits = Counter(item[0] for item in items)
+    for b, row, q_start, q_end, start, end, rest, _ in items:
+        if not (start // kv_len == q_start == b == q_end - 1 and start < end and rest == (b + 1) * kv_len - end >= 0):
             return f"an item of sequence {b} has queries {q_start} to {q_end}, tokens {start} to {end}, then {rest}"
         if fault := _item_fault(end - start, tile):
             return fault
-        sequences[b].append((start, end, row))
-    for b, items in enumerate(sequences):
-        starts, ends, rows = zip(*sorted(items), strict=True) if items else ((), (), ())
-        if (*starts, (b + 1) * kv_len) != (b * kv_len, *ends):
-            return f"the items of sequence {b} do not cover each of its tokens once"
-        if len(items) == NAN_SPLITS:
+        if splits[b] == NAN_SPLITS:
             return f"sequence {b} is split {NAN_SPLITS} times"
-        if (min(rows) >= 0) != (len(items) > 1):
-            return f"sequence {b} has {len(items)} items with the partial rows {rows}"
+        if (row >= 0) != (splits[b] > 1):
+            return f"sequence {b} is in {splits[b]} items, one with the partial row {row}"
+    if [item[4] for item in items] + [batch * kv_len] != [0] + [item[5] for item in items]:
+        return "the items do not cover each token once"
     return None
 
 
 def split_count(batch: int, kv_len: int, num_cu: int) -> int:
     """Splits a sequence for the non-persistent kernel, which deals blocks of 64 tokens to its splits in turn.
 
-    The fewest that give the shortest longest split among those that fit the CUs, under the 16 reported to return NaN.
-    Worked example: 4 x 1024 has 16 blocks; with at most 15 splits one takes 2 blocks, and so do all of 8. So 8.
+    The fewest with the shortest longest split, of those that fit the CUs and are under the 16 reported to return NaN.
     """
     blocks = -(-kv_len // 64)
     most = max(1, min(NAN_SPLITS - 1, num_cu // batch, blocks))
     return -(-blocks // -(-blocks // most))
 
 
-class AiterUnfit(RuntimeError):
-    """The installed AITER, or a schedule, cannot be used; the message says why."""
-
-
-@dataclass(frozen=True)
-class AiterMode:
+class AiterMode(NamedTuple):
     """How an arm calls AITER.
 
     `entry`: "split_kv" is `mla_decode_fwd` without persistence; "fwd" the same with the library's work lists; "direct"
@@ -1787,17 +1755,14 @@ class AiterMode:
     entry: str
     q: str
     kv: str = "fp8"
-    step: int = A8W8_TILE  # tokens that one step of its kernel takes
+    tile: int = A8W8_TILE  # what our work lists are cut in
 
 
-AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16", 64)}
+AITER_MODES = {"aiter_bf16": AiterMode("split_kv", "bf16", "bf16")}
 for _entry in ("fwd", "direct", "own"):
-    AITER_MODES[f"aiter_{_entry}_a16w8"] = AiterMode(_entry, "bf16", step=16)
+    AITER_MODES[f"aiter_{_entry}_a16w8"] = AiterMode(_entry, "bf16", tile=32)
     AITER_MODES[f"aiter_{_entry}_a8w8"] = AiterMode(_entry, "dynamic")
     AITER_MODES[f"aiter_{_entry}_a8w8_cast"] = AiterMode(_entry, "cast")
-POOL_BYTES = 1 << 32  # the kernels' KV offsets are 32 bits wide
-LIBRARY_MIN_TOKENS = 196  # below it AITER's own rule divides by zero
-LIBRARY_MAX_SPLITS = 32
 
 _WORK = ("work_meta_data", "work_indptr", "work_info_set")
 _REDUCE = ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
@@ -1810,109 +1775,80 @@ _ALIASES = {
 
 @cache
 def _aiter() -> Any:
-    """AITER with its MLA and quantisation modules, or a str: why it does not import. Asked once; it takes seconds."""
-    try:
-        import aiter
-        import aiter.mla
-        import aiter.ops.quant
-    except ImportError as error:
-        return f"AITER is not installed ({error})"
-    except Exception as error:
-        return f"AITER does not import: {type(error).__name__}: {error}"
+    """AITER with its MLA and quantisation modules, imported when an arm asks for it: it takes seconds."""
+    import aiter
+    import aiter.mla
+    import aiter.ops.quant
+
     return aiter
 
 
-def _parameters(name: str, function: Callable) -> dict[str, bool]:
+def _parameters(module: Any, name: str) -> dict[str, bool]:
     """Whether each parameter of an AITER function is required, in order. Compiled ops show them in their schema."""
-    overloads = getattr(torch.ops.aiter, name, None)
+    function, overloads = getattr(module, name), getattr(torch.ops.aiter, name, None)
     if overloads is not None:
         return {x.name: not x.has_default_value() for x in overloads.default._schema.arguments}
     return {x.name: x.default is x.empty for x in inspect.signature(function).parameters.values()}
 
 
-def _bind(name: str, function: Callable, given: Iterable[str], optional: set[str]) -> Callable[[dict], Any]:
-    """`function` as a function of a dict with the names `given`, of which it may lack the optional ones only."""
-    parameters = _parameters(name, function)
+def _bind(module: Any, name: str, values: dict[str, Any], *newer: str) -> Callable[..., Any]:
+    """An AITER function of these values, of which a version may lack the newer ones only; a call may replace some."""
+    parameters = _parameters(module, name)
     accepted = {x: _ALIASES.get(x, x) for x in parameters}
-    missing = sorted(set(given) - optional - set(accepted.values()))
-    unknown = [x for x, required in parameters.items() if required and accepted[x] not in given]
-    if missing or unknown:
-        raise AiterUnfit(f"{name}: unknown layout {tuple(parameters)}: lacks {missing}, requires {unknown}")
+    missing = sorted({*values} - {*newer} - {*accepted.values()})
+    unknown = [x for x, required in parameters.items() if required and accepted[x] not in values]
+    _expect(not (missing or unknown), name, f"a layout with {missing} and without {unknown}", tuple(parameters))
     # By position as far as it goes: a name of the Python layer need not be the compiled op's own.
-    leading = list(takewhile(lambda value: value in given, accepted.values()))
-    named = {x: value for x, value in list(accepted.items())[len(leading) :] if value in given}
-    return lambda values: function(
-        *[values[value] for value in leading], **{x: values[value] for x, value in named.items()}
-    )
+    leading = list(takewhile(values.__contains__, accepted.values()))
+    named = [(x, value) for x, value in list(accepted.items())[len(leading) :] if value in values]
+    function = getattr(module, name)
+
+    def call(**replaced: Any) -> Any:
+        given = values | replaced
+        return function(*[given[value] for value in leading], **{x: given[value] for x, value in named})
+
+    return call
 
 
-def _aiter_indices(problem: Problem) -> dict[str, torch.Tensor]:
-    """Index tensors of equal sequences in consecutive pages of one token, int32."""
-    b, s_kv = problem.batch_size, problem.kv_seq_len
-    arange = partial(torch.arange, dtype=torch.int32, device=problem.device)
-    return _scratch(("aiter indices", problem.device, b, s_kv), lambda: {
-        "qo_indptr": arange(b + 1), "kv_indptr": arange(0, b * s_kv + 1, s_kv), "kv_indices": arange(b * s_kv),
-        "kv_last_page_lens": arange(1, 2).repeat(b),
-    })  # fmt: skip
-
-
-def _aiter_work(problem: Problem, mode: AiterMode, tile: int) -> dict[str, torch.Tensor]:
-    """Work lists and reduce maps, made on the device and read back once per shape. Raises AiterUnfit if not safe."""
-    b, s_kv = problem.batch_size, problem.kv_seq_len
-
-    def make() -> dict[str, torch.Tensor]:
-        work = _own_work(problem, tile) if mode.entry == "own" else _library_work(problem, mode)
-        lists = work["work_indptr"].tolist(), work["work_info_set"].tolist()
-        if fault := schedule_fault(*lists, b, s_kv, mode.step):
-            raise AiterUnfit(f"{'our' if mode.entry == 'own' else 'its own'} schedule is not safe: {fault}")
-        return work
-
-    return _scratch(("aiter work", problem.device, b, s_kv, mode.step, mode.entry == "own" and tile), make)
-
-
-def _own_work(problem: Problem, tile: int) -> dict[str, torch.Tensor]:
-    schedule = build_schedule(problem.batch_size, problem.kv_seq_len, _target(problem.device).num_cu, tile)
-    upload = partial(torch.tensor, device=problem.device)
-    work = {name: upload(values, dtype=torch.int32) for name, values in vars(schedule).items()}
-    addresses = [work[name].data_ptr() for name in _WORK[1:]]
-    return work | {"work_meta_data": upload(addresses, dtype=torch.int64).view(torch.uint64)}
-
-
-def _library_work(problem: Problem, mode: AiterMode) -> dict[str, torch.Tensor]:
-    """AITER's schedule: the one per sequence where it has it, else its fast one."""
-    aiter = _aiter()
-    make = aiter.get_mla_metadata_v1
-    accepted = tuple(_parameters("get_mla_metadata_v1", make))
-    per_sequence = "intra_batch_mode" in accepted
-    if per_sequence and problem.kv_seq_len < LIBRARY_MIN_TOKENS:
-        raise AiterUnfit(f"AITER's schedule divides by zero under {LIBRARY_MIN_TOKENS} tokens a sequence")
-    q_dtype = torch.bfloat16 if mode.q == "bf16" else torch.float8_e4m3fn
-    rule = {"fast_mode": not per_sequence, "intra_batch_mode": per_sequence}
-    sizes = rule | {
-        "batch_size": problem.batch_size, "max_seqlen_qo": 1, "num_head_qo": H_Q, "q_dtype": q_dtype,
-        "kv_dtype": torch.float8_e4m3fn, "is_sparse": False, "num_kv_splits": LIBRARY_MAX_SPLITS,
-    }  # fmt: skip
-    newer = {"num_kv_splits", "kv_last_page_lens", "page_size", "intra_batch_mode", "dtype_q", "dtype_kv"}
-    info = _bind("get_mla_metadata_info_v1", aiter.get_mla_metadata_info_v1, sizes, newer)
+def _library_work(problem: Problem, mode: AiterMode, indices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """AITER's own work lists and reduce maps, by its fast rule, which every version has."""
+    aiter, fp8 = _aiter(), torch.float8_e4m3fn
+    q_dtype = torch.bfloat16 if mode.q == "bf16" else fp8
+    buffers = _bind(aiter, "get_mla_metadata_info_v1", {
+        "batch_size": problem.batch_size, "max_seqlen_qo": 1, "num_head_qo": H_Q, "q_dtype": q_dtype, "kv_dtype": fp8,
+        "is_sparse": False, "fast_mode": True,
+    })()  # fmt: skip
     work = {
         name: torch.empty(shape, dtype=dtype, device=problem.device)
-        for name, (shape, dtype) in zip(_WORK + _REDUCE, info(sizes), strict=True)
+        for name, (shape, dtype) in zip(_WORK + _REDUCE, buffers, strict=True)
     }
-    indices = _aiter_indices(problem)
-    values = rule | {x: work[x] for x in _REDUCE} | {
+    layout = tuple(_parameters(aiter, "get_mla_metadata_v1"))
+    # Every version takes the items, then work_indptr; an older one names the two the other way round.
+    items, indptr = ("work_indptr", "work_info") if "work_info" in layout else ("work_info_set", "work_indptr")
+    _expect((items, indptr) in pairwise(layout), "get_mla_metadata_v1", f"a layout with {items}, {indptr}", layout)
+    _bind(aiter, "get_mla_metadata_v1", {x: work[x] for x in _REDUCE} | {
         "seqlens_qo_indptr": indices["qo_indptr"], "seqlens_kv_indptr": indices["kv_indptr"],
         "kv_last_page_lens": indices["kv_last_page_lens"], "num_heads_per_head_k": H_Q, "num_heads_k": 1,
-        "is_causal": False, "work_metadata_ptrs": work["work_meta_data"], "page_size": 1, "kv_granularity": 16,
-        "max_seqlen_qo": 1, "uni_seqlen_qo": 1, "max_split_per_batch": LIBRARY_MAX_SPLITS if per_sequence else -1,
-        "dtype_q": q_dtype, "dtype_kv": torch.float8_e4m3fn,
-    }  # fmt: skip
-    # Every version takes the items before work_indptr; an older one names the two the other way round.
-    pair = ("work_indptr", "work_info") if "work_info" in accepted else ("work_info_set", "work_indptr")
-    values |= zip(pair, (work["work_info_set"], work["work_indptr"]), strict=True)
-    call = _bind("get_mla_metadata_v1", make, values, newer)
-    if accepted.index(pair[0]) > accepted.index(pair[1]):
-        raise AiterUnfit(f"get_mla_metadata_v1: unknown layout {accepted}")
-    call(values)
+        "is_causal": False, "work_metadata_ptrs": work["work_meta_data"], items: work["work_info_set"],
+        indptr: work["work_indptr"], "page_size": 1, "max_seqlen_qo": 1, "uni_seqlen_qo": 1, "fast_mode": True,
+        "dtype_q": q_dtype, "dtype_kv": fp8,
+    }, "kv_last_page_lens", "page_size", "dtype_q", "dtype_kv")()  # fmt: skip
+    return work
+
+
+def _aiter_work(problem: Problem, mode: AiterMode, indices: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Work lists and reduce maps on the device, made once a shape. Raises ValueError if they are not safe."""
+    b, s_kv = problem.batch_size, problem.kv_seq_len
+    if mode.entry == "own":
+        upload = partial(torch.tensor, device=problem.device)
+        lists = build_schedule(b, s_kv, _target(problem.device).num_cu, mode.tile)
+        work = {name: upload(values, dtype=torch.int32) for name, values in lists.items()}
+        addresses = work["work_indptr"].data_ptr(), work["work_info_set"].data_ptr()
+        work["work_meta_data"] = upload(addresses, dtype=torch.int64).view(torch.uint64)
+    else:
+        work = _library_work(problem, mode, indices)
+    fault = schedule_fault(work["work_indptr"].tolist(), work["work_info_set"].tolist(), b, s_kv, mode.tile)
+    _expect(fault is None, f"{mode.entry} schedule", "one that its kernel takes", fault)
     return work
 
 
@@ -1923,92 +1859,69 @@ def _cast_keeps_overflow(device: torch.device) -> bool:
     return bool(torch.empty_like(large, dtype=torch.float8_e4m3fn).copy_(large).float().isnan().all())
 
 
-def _quantizer(problem: Problem, mode: AiterMode) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
-    """Q [total_q, 16, 576] in the form that the arm takes, and its scale, float32 [1] or None."""
-    if mode.q == "bf16":
-        return lambda q: (q, None)
-    q8 = _buffer("q8", (problem.total_q, H_Q, D_QK), torch.float8_e4m3fn, problem.device)
-    if mode.q == "cast":
-        unit_scale = _unit_scale(problem.device)
-        return lambda q: (q8.copy_(q), unit_scale)
-    aiter, scale = _aiter(), _buffer("scale of q8", (1,), torch.float32, problem.device)
-    quantize = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
-    if quantize is None:
-        wrapper = getattr(aiter, "per_tensor_quant_hip", None)
-        stand_in = "torch" if wrapper is None else "per_tensor_quant_hip"
-        _say_once(f"AITER has no dynamic_per_tensor_quant; {stand_in} quantises Q")
-        if wrapper is not None:
-            return lambda q: wrapper(q, quant_dtype=torch.float8_e4m3fn)
-        quantize = partial(_quantize_by_torch, _buffer("wide q", q8.shape, torch.float32, problem.device))
-
-    def run(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        quantize(q8, q, scale)
-        return q8, scale
-
-    return run
-
-
-def _quantize_by_torch(wide: torch.Tensor, out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
-    """AITER's `dynamic_per_tensor_quant` by torch: the largest magnitude becomes 448. `wide` is float32 scratch."""
-    torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32, out=scale.view(()))
-    # All zeros would divide 0 by 0.
-    scale.div_(torch.finfo(out.dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
-    out.copy_(torch.div(x, scale, out=wide))
-
-
-def _own_tile(config: Config) -> int:
-    """What an arm's schedule is cut in: `block_n`, rounded up to whole steps of its kernel."""
-    step = AITER_MODES[config.arm].step
-    return -(-config.block_n // step) * step
-
-
-def _aiter_call(problem: Problem, config: Config) -> Callable[[tuple], torch.Tensor]:
-    """The call of one arm for one shape, with all but its inputs bound and allocated. Raises AiterUnfit."""
-    mode, tile = AITER_MODES[config.arm], _own_tile(config)
-    return _scratch(("aiter call", problem[:5], mode, tile), lambda: _prepare_aiter(problem, mode, tile))
-
-
-def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tuple], torch.Tensor]:
+def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Q [total_q, 16, 576] in the form of an `AiterMode`, and its scale, float32 [1] or None."""
+    if form == "bf16":
+        return q, None
+    q8 = _buffer("q8", q.shape, torch.float8_e4m3fn, q.device)
+    if form == "cast":
+        return q8.copy_(q), _unit_scale(q.device)
+    scale = _buffer("scale of q8", (1,), torch.float32, q.device)
     aiter = _aiter()
-    if aiter.dtypes.fp8 is not torch.float8_e4m3fn:
-        raise AiterUnfit(f"its fp8 is {aiter.dtypes.fp8}, not torch.float8_e4m3fn")
-    if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
-        raise AiterUnfit("a cast to fp8 clips here, so a query above 448 would be wrong without a sign")
-    out, indices, device = _output(problem), _aiter_indices(problem), problem.device
+    op = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
+    if op is not None:
+        op(q8, q, scale)
+        return q8, scale
+    wrapper = getattr(aiter, "per_tensor_quant_hip", None)
+    _say_once(f"AITER has no dynamic_per_tensor_quant; {'per_tensor_quant_hip' if wrapper else 'torch'} quantises Q")
+    if wrapper is not None:
+        return wrapper(q, quant_dtype=torch.float8_e4m3fn)
+    # As the op does: the largest magnitude becomes 448. All zeros would divide 0 by 0.
+    torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
+    scale.div_(torch.finfo(q8.dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
+    wide = _buffer("wide q", q.shape, torch.float32, q.device)
+    return q8.copy_(torch.div(q, scale, out=wide)), scale
+
+
+def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch.Tensor]:
+    """The call of one arm for one shape, with all but its inputs bound and made. Raises where AITER does not fit."""
+    aiter, out, device = _aiter(), _output(problem), problem.device
+    b, s_kv = problem.batch_size, problem.kv_seq_len
+    arange = partial(torch.arange, dtype=torch.int32, device=device)
+    # Equal sequences in consecutive pages of one token.
+    indices = _scratch(("aiter indices", device, b, s_kv), lambda: {
+        "qo_indptr": arange(b + 1), "kv_indptr": arange(0, b * s_kv + 1, s_kv), "kv_indices": arange(b * s_kv),
+        "kv_last_page_lens": arange(1, 2).repeat(b),
+    })  # fmt: skip
     values: dict[str, Any] = indices | {
         "o": out, "max_seqlen_q": 1, "page_size": 1, "nhead_kv": 1, "sm_scale": problem.sm_scale,
         "num_kv_splits_indptr": None, "q": None, "kv_buffer": None, "q_scale": None, "kv_scale": None,
     }  # fmt: skip
-    name, function = "mla_decode_fwd", aiter.mla.mla_decode_fwd
-    reduce = None
+    module, name, reduce = aiter.mla, "mla_decode_fwd", None
     if mode.entry == "split_kv":
-        splits = split_count(problem.batch_size, problem.kv_seq_len, _target(device).num_cu)
+        splits = split_count(b, s_kv, _target(device).num_cu)
         values |= {"num_kv_splits": splits, "num_kv_splits_indptr": splits * indices["qo_indptr"]}
     else:
-        values |= _aiter_work(problem, mode, tile)
+        values |= _aiter_work(problem, mode, indices)
     if mode.entry in ("direct", "own"):
-        name, function = "mla_decode_stage1_asm_fwd", aiter.mla_decode_stage1_asm_fwd
+        module, name = aiter, "mla_decode_stage1_asm_fwd"
         maps = {x: values.pop(x) for x in _REDUCE}
         rows = max(1, len(maps["reduce_partial_map"]))
         part = _buffer("part", (rows, 1, H_Q, D_V), torch.float32, device)
         lse = _buffer("lse", (rows, 1, H_Q, 1), torch.float32, device)
         values |= {"splitData": part, "splitLse": lse}
-        # The library counts one row for a sequence that is not split.
-        if any(b - a > 1 for a, b in pairwise(maps["reduce_indptr"].tolist())):
-            sums = maps | {
-                "partial_output": part, "partial_lse": lse, "max_seqlen_q": 1, "num_kv_splits": 0,  # 0: automatic
-                "final_output": out, "final_lse": None,
-            }  # fmt: skip
-            newer = {"max_seqlen_q", "num_kv_splits"}
-            reduce = partial(_bind("mla_reduce_v1", aiter.mla_reduce_v1, sums, newer), sums)
-    call = _bind(name, function, values, {"page_size", "nhead_kv"})
-    quantize = _quantizer(problem, mode)
+        if maps["reduce_indptr"][-1] > 0:
+            reduce = _bind(aiter, "mla_reduce_v1", maps | {
+                "partial_output": part, "partial_lse": lse, "final_output": out, "max_seqlen_q": 1,
+                "num_kv_splits": 0,  # automatic
+            }, "max_seqlen_q", "num_kv_splits")  # fmt: skip
+    decode = _bind(module, name, values, "page_size", "nhead_kv")
 
     def run(data: tuple) -> torch.Tensor:
         q, kv_data, *_ = data
         kv, kv_scale = kv_data["fp8"] if mode.kv == "fp8" else (kv_data["bf16"], None)
-        q, q_scale = quantize(q)
-        call(values | {"q": q, "kv_buffer": kv.view(-1, 1, 1, D_QK), "q_scale": q_scale, "kv_scale": kv_scale})
+        q, q_scale = _quantize(q, mode.q)
+        decode(q=q, kv_buffer=kv.view(-1, 1, 1, D_QK), q_scale=q_scale, kv_scale=kv_scale)
         if reduce is not None:
             reduce()
         return out
@@ -2016,41 +1929,36 @@ def _prepare_aiter(problem: Problem, mode: AiterMode, tile: int) -> Callable[[tu
     return run
 
 
-def _run_aiter(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
-    """Stage 1 and, where something is split or the library sees to it, a reduce; before them fp8 arms quantise Q."""
-    return _aiter_call(problem, config)(data)
+def _run_aiter(data: tuple, problem: Problem, config: Config, mode: AiterMode) -> torch.Tensor:
+    return _SCRATCH["aiter call", problem[:5], mode](data)
 
 
-def _no_aiter(problem: Problem, name: str) -> str | None:
-    """Why an AITER arm cannot serve a problem; found out, in the end, by preparing its call.
+def _no_aiter(problem: Problem, mode: AiterMode) -> str | None:
+    """Why an AITER arm cannot serve a problem, found out in the end by preparing the call that `_run_aiter` makes.
 
     Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
-    without reading the device: no sequence is longer than kv_seq_len, so total_kv == batch_size * kv_seq_len exactly
-    when all are equal. Other batches are left to this file's kernels, which read kv_indptr on the device.
+    without reading the device: no sequence is longer, so total_kv == batch_size * kv_seq_len exactly when all are
+    equal. Other batches are left to this file's kernels, which read kv_indptr on the device.
 
     Not seen from the host, and so the caller's duty: token 0 of the cache must be finite, because the kernels read it
     for the missing tokens of an item's last tile.
     """
-    mode = AITER_MODES[name]
-    if _target(problem.device).name != "gfx950":
-        return f"its kernels are for gfx950, not for {_target(problem.device).name}"
+    target = _target(problem.device).name
+    if target != "gfx950":
+        return f"its kernels are for gfx950, not for {target}"
     if reason := _no_equal_sequences(problem):
         return reason
     if not (problem.contiguous and problem.aligned):
         return "it takes a contiguous Q and cache at multiples of 16 bytes"
-    if problem.kv_seq_len < 4:
-        return f"tails under 4 tokens were reported to return NaN, and there are {problem.kv_seq_len} a sequence"
     pool_bytes = problem.batch_size * problem.kv_seq_len * D_QK * (1 if mode.kv == "fp8" else 2)
     if pool_bytes >= POOL_BYTES:
         return f"its KV offsets end at {POOL_BYTES} bytes, and the cache has {pool_bytes}"
-    if isinstance(_aiter(), str):
-        return _aiter()
+    if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
+        return "a cast to fp8 clips here, so a query above 448 would be wrong without a sign"
     try:
-        _aiter_call(problem, Config(name))
-    except AiterUnfit as unfit:
-        return str(unfit)
-    except Exception as error:  # an op that is missing, or fails to build, must not keep other arms from serving
-        return f"AITER fails: {type(error).__name__}: {error}"
+        _scratch(("aiter call", problem[:5], mode), partial(_prepare_aiter, problem, mode))
+    except Exception as error:  # also an op that is missing or fails to build: other arms serve
+        return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -2109,7 +2017,12 @@ ARMS: dict[str, Arm] = {
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
     "torch_chunked_mxfp4": Arm("mxfp4", lambda problem: None, _run_torch_chunked, last_resort=True),
     **{
-        name: Arm(mode.kv, partial(_no_aiter, name=name), _run_aiter, EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR)
+        name: Arm(
+            mode.kv,
+            partial(_no_aiter, mode=mode),
+            partial(_run_aiter, mode=mode),
+            EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR,
+        )
         for name, mode in AITER_MODES.items()
     },
 }
@@ -2144,9 +2057,9 @@ def _setting(name: str, *choices: str) -> str:
 
 
 def _describe(config: Config) -> str:
-    """The fields that differ from their defaults; for AITER what our work lists are cut in, else "library"."""
+    """The fields that differ from their defaults; for AITER's arms, which use none, how they call it."""
     if config.arm in AITER_MODES:
-        return f"tile={_own_tile(config)}" if AITER_MODES[config.arm].entry == "own" else "library"
+        return AITER_MODES[config.arm].entry
     values = ((f.name, getattr(config, f.name), f.default) for f in fields(config) if f.name != "arm")
     return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 

@@ -160,7 +160,6 @@ class AiterModel:
     num_cu: int = 256
     arithmetic: bool = True
     schemas: dict[str, str | None] = field(default_factory=dict)
-    fp8: torch.dtype = FP8
     calls: list[Call] = field(default_factory=list)
 
     # ---- installation ----
@@ -176,7 +175,7 @@ class AiterModel:
                 continue
             setattr(quant if op.endswith("quant") else aiter, op, self._register(op, schema))
         self._register("stage2", "Tensor part, Tensor lse, Tensor kv_indptr, Tensor out")
-        dtypes.fp8, dtypes.bf16, dtypes.fp32, dtypes.i32 = self.fp8, BF16, torch.float32, torch.int32
+        dtypes.fp8, dtypes.bf16, dtypes.fp32, dtypes.i32 = FP8, BF16, torch.float32, torch.int32
         aiter.mla, aiter.dtypes, aiter.ops, ops.quant = mla, dtypes, ops, quant
         quant.per_tensor_quant_hip = aiter.per_tensor_quant_hip = self._per_tensor_quant_hip
         aiter.get_mla_metadata_info_v1 = self._info_function()
@@ -269,9 +268,9 @@ class AiterModel:
             need(v["fast_mode"], "the rule that is neither fast nor intra-batch is not modelled")
             need(v["max_split_per_batch"] < 0, "the fast rule is modelled without a limit")
             schedule = fast_schedule(batch, lengths[0], self.num_cu)
-        sources = (schedule.work_info_set, schedule.work_indptr, schedule.reduce_indptr, schedule.reduce_final_map,
-                   schedule.reduce_partial_map)  # fmt: skip
-        for buffer, source in zip((work_info, work_indptr, *maps), sources, strict=True):
+        names = ("work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+        for buffer, name in zip((work_info, work_indptr, *maps), names, strict=True):
+            source = schedule[name]
             need(len(source) <= buffer.shape[0], f"a buffer of {buffer.shape[0]} rows for {len(source)}")
             buffer[: len(source)] = torch.tensor(source, dtype=torch.int32).view(-1, *buffer.shape[1:])
         addresses.view(torch.int64).copy_(torch.tensor([work_indptr.data_ptr(), work_info.data_ptr()]))
@@ -539,11 +538,11 @@ def standing_in(model: AiterModel) -> Iterator[AiterModel]:
 
 
 def call_of(data: tuple, arm: str, tile: int | None = None) -> Callable[[tuple], torch.Tensor]:
-    """An arm as a function of inputs like `data`, with its kernel's tile unless told."""
-    config = submission.Config(arm, block_n=tile or (128 if "a8w8" in arm else 32))
-    problem = submission.problem_of(data)
-    assert submission.ARMS[arm].why_not(problem) is None
-    return lambda data: submission.ARMS[arm].run(data, problem, config)
+    """An arm as a function of inputs like `data`, with its own tile unless told."""
+    problem, config, mode = submission.problem_of(data), submission.Config(arm), submission.AITER_MODES[arm]
+    mode = mode._replace(tile=tile or mode.tile)
+    assert submission._no_aiter(problem, mode) is None
+    return lambda data: submission._run_aiter(data, problem, config, mode)
 
 
 # ---- watching a call ----

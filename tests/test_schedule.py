@@ -1,15 +1,15 @@
 """Properties of `build_schedule`, checked by an independent reading of the work lists, and AITER's own schedules."""
 
 import re
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bench.schedules import fast_schedule, intra_batch_schedule, main, summary, tokens_per_cu
-from submission import AiterSchedule, build_schedule, schedule_fault, split_count
+from bench.schedules import Schedule, fast_schedule, intra_batch_schedule, main, summary, tokens_per_cu
+from submission import build_schedule, schedule_fault, split_count
 from task import BENCHMARKS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "aiter.md"
@@ -27,21 +27,21 @@ LIBRARY = {
 }
 
 
-def items_of_sequences(schedule: AiterSchedule, batch: int) -> list[list[tuple[int, ...]]]:
+def items_of_sequences(schedule: Schedule, batch: int) -> list[list[list[int]]]:
     sequences = [[] for _ in range(batch)]
-    for item in schedule.work_info_set:
+    for item in schedule["work_info_set"]:
         sequences[item[0]].append(item)
     return [sorted(x, key=lambda item: item[4]) for x in sequences]
 
 
-def check_coverage(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int) -> None:
+def check_coverage(schedule: Schedule, batch: int, kv_len: int, num_cu: int) -> None:
     """Every token in exactly one item, and the pointers and maps of all lists consistent."""
-    assert len(schedule.work_indptr) == num_cu + 1
-    assert schedule.work_indptr[0] == 0 and schedule.work_indptr[-1] == len(schedule.work_info_set)
-    assert list(schedule.work_indptr) == sorted(schedule.work_indptr)
-    assert schedule.reduce_indptr[0] == 0 and schedule.reduce_indptr[-1] == len(schedule.reduce_partial_map)
-    assert len(schedule.reduce_indptr) == batch + 1
-    assert schedule.reduce_final_map == tuple((b, b + 1) for b in range(batch))
+    assert len(schedule["work_indptr"]) == num_cu + 1
+    assert schedule["work_indptr"][0] == 0 and schedule["work_indptr"][-1] == len(schedule["work_info_set"])
+    assert schedule["work_indptr"] == sorted(schedule["work_indptr"])
+    assert schedule["reduce_indptr"][0] == 0 and schedule["reduce_indptr"][-1] == len(schedule["reduce_partial_map"])
+    assert len(schedule["reduce_indptr"]) == batch + 1
+    assert schedule["reduce_final_map"] == [[b, b + 1] for b in range(batch)]
     for b, items in enumerate(items_of_sequences(schedule, batch)):
         position = b * kv_len
         for _, _, q_start, q_end, start, end, rest, pad in items:
@@ -49,23 +49,23 @@ def check_coverage(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int
             assert start == position and end > start and rest == (b + 1) * kv_len - end
             position = end
         assert position == (b + 1) * kv_len
-        rows = schedule.reduce_partial_map[schedule.reduce_indptr[b] : schedule.reduce_indptr[b + 1]]
+        rows = schedule["reduce_partial_map"][schedule["reduce_indptr"][b] : schedule["reduce_indptr"][b + 1]]
         if len(items) == 1:
             assert items[0][1] == -1 and not rows
         else:
-            assert [item[1] for item in items] == list(rows)
-    assert len(set(schedule.reduce_partial_map)) == len(schedule.reduce_partial_map)
+            assert [item[1] for item in items] == rows
+    assert len(set(schedule["reduce_partial_map"])) == len(schedule["reduce_partial_map"])
 
 
-def check_items(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int, tile: int) -> None:
+def check_items(schedule: Schedule, batch: int, kv_len: int, num_cu: int, tile: int) -> None:
     """Balance, order on a CU, and the items that the kernels were reported or seen to get wrong."""
     mean = batch * kv_len / num_cu
     tokens = tokens_per_cu(schedule)
     sequences = items_of_sequences(schedule, batch)
     assert max(tokens) <= mean + tile
     assert min(tokens) > mean - tile
-    for a, b in zip(schedule.work_indptr, schedule.work_indptr[1:], strict=False):
-        order = [(item[0], item[4]) for item in schedule.work_info_set[a:b]]
+    for a, b in pairwise(schedule["work_indptr"]):
+        order = [(item[0], item[4]) for item in schedule["work_info_set"][a:b]]
         assert order == sorted(order)
     for items in sequences:
         assert len(items) != 16
@@ -78,9 +78,9 @@ def check_items(schedule: AiterSchedule, batch: int, kv_len: int, num_cu: int, t
             assert all(length < 128 or length // 128 % 2 == 1 for length in lengths)
 
 
-def fault_of(schedule: AiterSchedule, kv_len: int, tile: int) -> str | None:
-    batch = len(schedule.reduce_final_map)
-    return schedule_fault(schedule.work_indptr, schedule.work_info_set, batch, kv_len, tile)
+def fault_of(schedule: Schedule, kv_len: int, tile: int) -> str | None:
+    batch = len(schedule["reduce_final_map"])
+    return schedule_fault(schedule["work_indptr"], schedule["work_info_set"], batch, kv_len, tile)
 
 
 batches = st.integers(1, 512)
@@ -121,7 +121,7 @@ def test_official_shapes(batch, kv_len, tile):
     assert busy == min(256, batch * kv_len // tile)
     assert most == max(tile, batch * kv_len // 256)
     # The a8w8 kernel's tile cuts even a sequence that has a CU to itself.
-    assert bool(schedule.reduce_partial_map) == (batch < 256 or tile == 128)
+    assert bool(schedule["reduce_partial_map"]) == (batch < 256 or tile == 128)
     assert fault_of(schedule, kv_len, tile) is None
 
 
@@ -131,13 +131,13 @@ def test_small_case_fills_half_the_machine():
 
 def test_a_sequence_with_a_bad_tail_is_cut_even_alone_on_its_cu():
     schedule = build_schedule(256, 1025, 256, 128)
-    assert {item[5] - item[4] for item in schedule.work_info_set} == {8, 1017}
+    assert {item[5] - item[4] for item in schedule["work_info_set"]} == {8, 1017}
     assert summary(schedule)[:2] == (256, 1025)
 
 
 def test_a_sequence_alone_on_its_cu_is_cut_into_odd_numbers_of_tiles():
     schedule = build_schedule(256, 8192, 256, 128)
-    assert {item[5] - item[4] for item in schedule.work_info_set} == {128, 63 * 128}
+    assert {item[5] - item[4] for item in schedule["work_info_set"]} == {128, 63 * 128}
     assert summary(schedule) == (256, 8192, 2)
 
 
@@ -169,10 +169,10 @@ def test_library_rules_reproduce_what_it_leaves_idle(batch, kv_len):
     assert even is None if kv_len == 1024 and batch < 64 else "an even number of 128-token tiles" in even
 
 
-def _edit(schedule: AiterSchedule, index: int, field: int, value: int) -> AiterSchedule:
-    items = [list(item) for item in schedule.work_info_set]
+def _edit(schedule: Schedule, index: int, field: int, value: int) -> Schedule:
+    items = [[*item] for item in schedule["work_info_set"]]
     items[index][field] = value
-    return replace(schedule, work_info_set=tuple(map(tuple, items)))
+    return schedule | {"work_info_set": items}
 
 
 GOOD = build_schedule(4, 1024, 256, 32)  # 32 items of 32 tokens a sequence
@@ -184,16 +184,16 @@ FAULTS = {
     "wrong query": (_edit(GOOD, 3, 2, 1), "queries 1 to 1"),
     "wrong rest": (_edit(GOOD, 3, 6, -1), "tokens 96 to 128, then -1"),
     "tail of one": (_edit(_edit(_edit(GOOD, 3, 5, 113), 3, 6, 911), 4, 4, 113), "17 tokens, a tail under 4"),
-    "direct write of a part": (_edit(GOOD, 3, 1, -1), "partial rows"),
+    "direct write of a part": (_edit(GOOD, 3, 1, -1), "partial row -1"),
     "16 splits": (intra_batch_schedule(16, 16 * 196, max_split=16), "split 16 times"),
-    "falling pointers": (replace(GOOD, work_indptr=(1, *GOOD.work_indptr[1:])), "does not rise"),
+    "falling pointers": (GOOD | {"work_indptr": [1, *GOOD["work_indptr"][1:]]}, "does not rise"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name):
     schedule, message = FAULTS[name]
-    kv_len = schedule.work_info_set[-1][5] // len(schedule.reduce_final_map)
+    kv_len = schedule["work_info_set"][-1][5] // len(schedule["reduce_final_map"])
     assert message in fault_of(schedule, kv_len, tile=16)
 
 

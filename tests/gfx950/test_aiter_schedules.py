@@ -93,25 +93,32 @@ def test_own_schedule_through_the_machine_code(machine, arm, batch, kv_len, tile
 @pytest.mark.parametrize(
     "version, arm, batch, kv_len, ops, lengths",
     [
-        ("pin", "aiter_direct_a16w8", 2, 200, [METADATA, STAGE1], {200}),
-        ("pin", "aiter_direct_a16w8", 2, 400, [METADATA, STAGE1, REDUCE], {208, 192}),
-        ("pin", "aiter_direct_a8w8", 2, 400, [METADATA, QUANT, STAGE1, REDUCE], {208, 192}),
-        # The wheel has only the fast rule.
-        ("wheel", "aiter_direct_a16w8", 2, 300, [METADATA, STAGE1, REDUCE], {80, 60}),
+        ("pin", "aiter_direct_a16w8", 17, 20, [METADATA, STAGE1], {20}),
+        ("pin", "aiter_direct_a16w8", 2, 300, [METADATA, STAGE1, REDUCE], {80, 60}),
         ("wheel", "aiter_direct_a8w8", 3, 300, [METADATA, QUANT, STAGE1, REDUCE], {112, 76}),
     ],
 )
 def test_librarys_schedule_through_the_machine_code(machine, version, arm, batch, kv_len, ops, lengths):
-    run_arm(machine(version), arm, batch, kv_len, 0, ops, lengths)
+    run_arm(machine(version), arm, batch, kv_len, None, ops, lengths)
 
 
-def run_arm(model: MachineModel, arm: str, batch: int, kv_len: int, tile: int, ops: list, lengths: set) -> None:
+def run_arm(model: MachineModel, arm: str, batch: int, kv_len: int, tile: int | None, ops: list, lengths: set) -> None:
     """One call of an arm, which must make these op calls over items of these lengths and pass the strict check."""
     data = reference.generate_input(batch, 1, kv_len, seed=kv_len)
     call = call_of(data, arm, tile)
     report = reference.strict_check(data, call(data), "fp8")
     assert model.ops() == ops
     assert item_lengths(model) == lengths
+    assert report.passed, report
+
+
+def test_references_schedule_through_the_machine_code(machine, monkeypatch):
+    """AITER's other rule, for each sequence by itself."""
+    monkeypatch.setattr(reference, "_on_rocm", lambda x: True)
+    model, data = machine(), reference.generate_input(2, 1, 400, seed=400)
+    report = reference.strict_check(data, reference.ref_kernel(data), "fp8")
+    assert model.ops() == [METADATA, STAGE1, REDUCE]
+    assert item_lengths(model) == {208, 192}
     assert report.passed, report
 
 
@@ -125,7 +132,7 @@ def stage1_values(model: MachineModel) -> dict:
 
 
 @pytest.mark.parametrize(
-    "arm, tile, batch, kv_len", [("aiter_own_a16w8", 48, 2, 100), ("aiter_direct_a16w8", 0, 1, 400)]
+    "arm, tile, batch, kv_len", [("aiter_own_a16w8", 48, 2, 100), ("aiter_direct_a16w8", None, 1, 400)]
 )
 def test_a16w16_takes_both_schedules_too(machine, arm, tile, batch, kv_len):
     model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=100)
@@ -137,7 +144,7 @@ def test_a16w16_takes_both_schedules_too(machine, arm, tile, batch, kv_len):
     assert reference.strict_check(data, stage1["output"], "bf16").passed
 
 
-@pytest.mark.parametrize("batch, kv_len, splits", [(2, 300, 5), (18, 70, 1)])
+@pytest.mark.parametrize("batch, kv_len, splits", [(2, 300, 5), (18, 70, 1), (2, 3, 1), (2, 1, 1)])
 def test_bf16_arm_through_the_machine_code(machine, batch, kv_len, splits):
     """Not persistent: blocks of 64 tokens dealt to the splits in turn; the library combines."""
     model, data = machine(), reference.generate_input(batch, 1, kv_len, seed=kv_len)
@@ -156,7 +163,7 @@ def test_bf16_arm_through_the_machine_code(machine, batch, kv_len, splits):
         # These waves must stay nearly level.
         ("aiter_own_a8w8_cast", 400, 512, [{"quantum": 1}, {"quantum": 37}]),
         # LDS instructions land late too.
-        ("aiter_bf16", 100, 0, [{"late_loads": "late", "quantum": 1}, {"late_loads": "late", "quantum": 1000}]),
+        ("aiter_bf16", 100, None, [{"late_loads": "late", "quantum": 1}, {"late_loads": "late", "quantum": 1000}]),
     ],
 )
 def test_same_bits_however_late_loads_land(machine, arm, kv_len, tile, options):
@@ -175,8 +182,8 @@ def test_same_bits_however_late_loads_land(machine, arm, kv_len, tile, options):
         ("aiter_own_a16w8", 52, 64, True),
         ("aiter_own_a8w8_cast", 128, 128, False),
         ("aiter_own_a8w8_cast", 144, 256, True),
-        ("aiter_bf16", 64, 0, False),
-        ("aiter_bf16", 80, 0, True),
+        ("aiter_bf16", 64, None, False),
+        ("aiter_bf16", 80, None, True),
     ],
 )
 def test_token_0_poisons_other_sequences_where_a_step_is_not_whole(machine, arm, kv_len, tile, poisoned):
@@ -195,9 +202,9 @@ def test_official_shapes_have_only_whole_steps_with_bf16_queries(case):
     """So token 0 stands in for nothing there."""
     batch, kv_len = case["batchsize"], case["kvseqlen"]
     assert kv_len % BLOCK == 0
-    for tile in (32, 64):
-        items = submission.build_schedule(batch, kv_len, 256, tile).work_info_set
-        assert all((item[5] - item[4]) % 16 == 0 for item in items)
+    tile = submission.AITER_MODES["aiter_own_a16w8"].tile
+    items = submission.build_schedule(batch, kv_len, 256, tile)["work_info_set"]
+    assert all((item[5] - item[4]) % 16 == 0 for item in items)
 
 
 def test_no_arm_gives_a_persistent_kernel_a_bf16_cache():
