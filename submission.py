@@ -1627,7 +1627,6 @@ def _run_torch_chunked(data: tuple, problem: Problem, config: Config) -> torch.T
 
 A8W8_TILE = 128  # tokens that one step of the a8w8 kernel takes; the a16w8 kernel takes 16
 NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return NaN on gfx950
-POOL_BYTES = 1 << 32  # the kernels' KV offsets are 32 bits wide
 
 
 def _item_fault(length: int, tile: int) -> str | None:
@@ -1662,8 +1661,8 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> dict[str,
 
     Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
     (itself one of 16) within its sequence. So every CU is within one tile of the mean, its items in order. An item with
-    an `_item_fault` is cut in two, and so is one of a sequence in exactly 16 items. A sequence that would pass the
-    `num_cu` items that the reduce takes keeps its faults, as does one of 1 to 3 tokens; `schedule_fault` finds them.
+    an `_item_fault` is cut in two, and so is one of a sequence in exactly 16 items. What stays unsafe, 1 to 3 tokens or
+    more items of a sequence than the reduce takes, is for `schedule_fault` to find.
 
     Worked example, 32 x 8192 on 256 CUs in tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items
     a sequence, so one of 7 tiles becomes two.
@@ -1689,8 +1688,6 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> dict[str,
         cuts = sorted({first, *(x for x in bounds if first < x < end), end})
         lengths = [after - before for before, after in pairwise(cuts)]
         pieces = [x for length in lengths for x in (_cut(length, tile) if _item_fault(length, tile) else [length])]
-        if len(pieces) > num_cu:
-            pieces = lengths
         if len(pieces) == NAN_SPLITS:
             i = pieces.index(max(pieces))
             pieces[i : i + 1] = _cut(pieces[i], tile)
@@ -1714,7 +1711,7 @@ def schedule_fault(
 ) -> str | None:
     """Why AITER's kernel of such a tile must not be given these lists of `batch` sequences of `kv_len` tokens, or None.
 
-    An empty item ends its CU, so later items are skipped; for the rest see `_item_fault`.
+    An empty item ends its CU, so later ones are skipped; the reduce takes as many of a sequence as there are CUs.
     """
     if work_indptr[0] != 0 or work_indptr != sorted(work_indptr):
         return "work_indptr does not rise from 0"
@@ -1725,8 +1722,8 @@ def schedule_fault(
             return f"an item of sequence {b} has queries {q_start} to {q_end}, tokens {start} to {end}, then {rest}"
         if fault := _item_fault(end - start, tile):
             return fault
-        if splits[b] == NAN_SPLITS:
-            return f"sequence {b} is split {NAN_SPLITS} times"
+        if splits[b] == NAN_SPLITS or splits[b] >= len(work_indptr):
+            return f"sequence {b} is in {splits[b]} items"
         if (row >= 0) != (splits[b] > 1):
             return f"sequence {b} is in {splits[b]} items, one with the partial row {row}"
     if [item[4] for item in items] + [batch * kv_len] != [0] + [item[5] for item in items]:
@@ -1800,12 +1797,12 @@ def _bind(module: Any, name: str, values: dict[str, Any], *newer: str) -> Callab
     _expect(not (missing or unknown), name, f"a layout with {missing} and without {unknown}", tuple(parameters))
     # By position as far as it goes: a name of the Python layer need not be the compiled op's own.
     leading = list(takewhile(values.__contains__, accepted.values()))
-    named = [(x, value) for x, value in list(accepted.items())[len(leading) :] if value in values]
+    named = {x: value for x, value in accepted.items() if value in values and value not in leading}
     function = getattr(module, name)
 
     def call(**replaced: Any) -> Any:
         given = values | replaced
-        return function(*[given[value] for value in leading], **{x: given[value] for x, value in named})
+        return function(*[given[value] for value in leading], **{x: given[value] for x, value in named.items()})
 
     return call
 
@@ -1868,14 +1865,12 @@ def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | 
         return q8.copy_(q), _unit_scale(q.device)
     scale = _buffer("scale of q8", (1,), torch.float32, q.device)
     aiter = _aiter()
-    op = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
-    if op is not None:
-        op(q8, q, scale)
+    if hasattr(aiter.ops.quant, "dynamic_per_tensor_quant"):
+        aiter.ops.quant.dynamic_per_tensor_quant(q8, q, scale)
         return q8, scale
-    wrapper = getattr(aiter, "per_tensor_quant_hip", None)
-    _say_once(f"AITER has no dynamic_per_tensor_quant; {'per_tensor_quant_hip' if wrapper else 'torch'} quantises Q")
-    if wrapper is not None:
-        return wrapper(q, quant_dtype=torch.float8_e4m3fn)
+    _say_once("AITER has no dynamic_per_tensor_quant: per_tensor_quant_hip, or else torch, quantises Q")
+    if hasattr(aiter, "per_tensor_quant_hip"):
+        return aiter.per_tensor_quant_hip(q, quant_dtype=torch.float8_e4m3fn)
     # As the op does: the largest magnitude becomes 448. All zeros would divide 0 by 0.
     torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
     scale.div_(torch.finfo(q8.dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -1951,8 +1946,8 @@ def _no_aiter(problem: Problem, mode: AiterMode) -> str | None:
     if not (problem.contiguous and problem.aligned):
         return "it takes a contiguous Q and cache at multiples of 16 bytes"
     pool_bytes = problem.batch_size * problem.kv_seq_len * D_QK * (1 if mode.kv == "fp8" else 2)
-    if pool_bytes >= POOL_BYTES:
-        return f"its KV offsets end at {POOL_BYTES} bytes, and the cache has {pool_bytes}"
+    if pool_bytes >= 1 << 32:
+        return f"its KV offsets have 32 bits, and the cache has {pool_bytes} bytes"
     if mode.q == "cast" and not _cast_keeps_overflow(problem.device):
         return "a cast to fp8 clips here, so a query above 448 would be wrong without a sign"
     try:
@@ -2016,16 +2011,10 @@ ARMS: dict[str, Arm] = {
     "torch_bmm": Arm("bf16", _no_equal_sequences, _run_torch_bmm),
     "torch_chunked": Arm("bf16", lambda problem: None, _run_torch_chunked, last_resort=True),
     "torch_chunked_mxfp4": Arm("mxfp4", lambda problem: None, _run_torch_chunked, last_resort=True),
-    **{
-        name: Arm(
-            mode.kv,
-            partial(_no_aiter, mode=mode),
-            partial(_run_aiter, mode=mode),
-            EXACT_ERROR if mode.q == "bf16" else A8W8_ERROR,
-        )
-        for name, mode in AITER_MODES.items()
-    },
 }
+for _name, _mode in AITER_MODES.items():
+    _max_error = EXACT_ERROR if _mode.q == "bf16" else A8W8_ERROR
+    ARMS[_name] = Arm(_mode.kv, partial(_no_aiter, mode=_mode), partial(_run_aiter, mode=_mode), _max_error)
 
 
 # ---- dispatch ----
