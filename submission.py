@@ -89,21 +89,15 @@ _caches = itemgetter(*CACHE_NAMES)
 
 
 @_jit
-def _visible_rows(kv_indptr, t, s_q):
-    """Rows [start, end) of the cache that query row `t` sees.
+def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows [start, end) of the cache that query row `t` sees; of their tiles of BLOCK_N, [first, last) of `split`.
 
     Queries are bottom-right causal: query i of s_q sees all but the last s_q - 1 - i tokens of its sequence, so that
     `end` may lie before `start`.
     """
     b = t // s_q
     kv_start = tl.load(kv_indptr + b)
-    return kv_start, tl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)
-
-
-@_jit
-def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Those rows and, of their tiles of BLOCK_N rows, the ones [first, last) that `split` takes."""
-    kv_start, kv_end = _visible_rows(kv_indptr, t, s_q)
+    kv_end = tl.load(kv_indptr + b + 1) - (s_q - 1 - t % s_q)
     n_tiles = tl.cdiv(tl.maximum(kv_end - kv_start, 0), BLOCK_N)
     return kv_start, kv_end, n_tiles * split // SPLITS, n_tiles * (split + 1) // SPLITS
 
@@ -455,8 +449,7 @@ def _decode_fp8_hopper(
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
     kv_scale = gl.load(kv_scale_ptr)
-    kv_start, kv_end = _visible_rows(kv_indptr, t, s_q)
-    n_tiles = gl.cdiv(gl.maximum(kv_end - kv_start, 0), BLOCK_N)
+    kv_start, kv_end, _, n_tiles = _tile_range(kv_indptr, t, s_q, 0, 1, BLOCK_N)  # of all splits
     # Tiles are dealt in turn, so that a sequence's splits read neighbouring memory at about the same time.
     STEP: gl.constexpr = SPLITS * BLOCK_N
     n = (n_tiles - split + SPLITS - 1) // SPLITS
