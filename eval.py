@@ -15,7 +15,6 @@ import base64
 import contextlib
 import dataclasses
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -23,11 +22,11 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -331,66 +330,6 @@ class ColdTimer:
         return start.elapsed_time(end) * 1e6, result
 
 
-def package_version(*names: str) -> str:
-    """Version of the first installed distribution among `names`."""
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return "not installed"
-
-
-def _command_output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
-
-
-def _driver_version() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "none"
-    if torch.version.hip:
-        with contextlib.suppress(OSError):
-            return f"amdgpu {Path('/sys/module/amdgpu/version').read_text().strip()}, HIP {torch.version.hip}"
-        return f"HIP {torch.version.hip}"
-    driver = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-    return f"{driver or 'unknown'}, CUDA {torch.version.cuda}"
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        if found:
-            return found[1].strip()
-    return "unknown CPU"
-
-
-def describe_environment(timer: ColdTimer) -> dict[str, str]:
-    """What a reader of a measurement needs to know: timing method, device, versions and commit."""
-    import torch
-
-    if timer.on_gpu:
-        device = torch.cuda.get_device_name(0)
-    else:
-        device = f"CPU, {_cpu_name()}, {torch.get_num_threads()} threads"
-    commit = _command_output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
-    if commit != "unknown" and _command_output("git", "status", "--porcelain", "--untracked-files=no"):
-        commit += " with local changes"
-    return {
-        "timing": timer.describe(),
-        "device": device,
-        "driver": _driver_version(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": package_version("triton", "pytorch-triton-rocm"),
-        "aiter": package_version("amd-aiter", "aiter"),
-        "commit": commit,
-    }
-
-
 def _one_line(text: str) -> str:
     """`text` in one line that a terminal and any encoding can take: control characters and surrogates are escaped."""
     line = " | ".join(line.strip() for line in text.splitlines() if line.strip())
@@ -416,6 +355,21 @@ def _explain(error: BaseException, submission: Path) -> str:
         return text
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(submission)]
     return f"{text} ({submission.name}, line {lines[-1]})" if lines else text
+
+
+@contextlib.contextmanager
+def _without_probes() -> Iterator[None]:
+    """Keep from standard error what torch's profiler says of its trace points, at a level above its errors."""
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            captured.seek(0)
+            os.write(2, b"".join(line for line in captured if not line.startswith(b"USDT:")))
 
 
 class _Session:
@@ -484,24 +438,28 @@ class _Session:
         }
 
     def environment(self) -> dict[str, Any]:
+        from bench.environment import describe_environment
+
         return {"good": True, "on_gpu": self.timer.on_gpu, **describe_environment(self.timer)}
+
+    def arms(self) -> dict[str, Any]:
+        """Names that MLA_BACKEND may have: those in the submission's `ARMS`, none where it has no such dict."""
+        self._kernel()
+        return {"good": True, "arms": [_word(name) for name in getattr(self._module, "ARMS", ())]}
 
     def test(self, args: dict[str, Any], full: bool = False) -> dict[str, Any]:
         import reference
 
         kernel = self._kernel()
         data = reference.generate_input(**args)
-        self.timer.synchronize()
-        start_ns = time.perf_counter_ns()
         given = clone_data(data)
         output = kernel(given)
         self.timer.synchronize()
-        wall_ns = time.perf_counter_ns() - start_ns
         if fault := call_fault(data, given, output):
             return {"good": False, "message": fault, **self._selection()}
         del given
         gc.collect()  # the cloned caches must go before the check asks for its own memory
-        return {**self._verdict(data, output, full), "first_call_ns": wall_ns}
+        return self._verdict(data, output, full)
 
     def benchmark(self, args: dict[str, Any], protocol: Protocol, full: bool = False) -> dict[str, Any]:
         """Time one case; `full` times the reader kernel over the same bytes after every run."""
@@ -572,9 +530,15 @@ class _Session:
             kernel(data)
         self.timer.synchronize()
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.timer.on_gpu else [ProfilerActivity.CPU]
-        with profile(activities=activities) as profiler:
+        profiler = profile(activities=activities)
+        with _without_probes():
+            profiler.start()
+        try:
             kernel(data)
             self.timer.synchronize()
+        finally:
+            with _without_probes():
+                profiler.stop()
         if trace is not None:
             profiler.export_chrome_trace(trace)
         averages = profiler.key_averages()
@@ -837,7 +801,8 @@ def main(argv: list[str] | None = None) -> int:
         print("POPCORN_FD is not set; to run a case file by hand use `--cases FILE`", file=sys.stderr)
         return EXIT_NO_DESCRIPTOR
     try:
-        from bench.cli import EXIT_UNWRITTEN, app
+        from bench.cli import app
+        from bench.console import run_app
     except ModuleNotFoundError as error:
         print(
             f"{error}; without POPCORN_FD, eval.py is a command line that needs the extra `cli`: "
@@ -845,12 +810,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    try:
-        return app(argv, prog_name="python eval.py")
-    except OSError as error:  # standard output takes no more, as on a full disk, and would say so again at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(error, file=sys.stderr)
-        return EXIT_UNWRITTEN
+    run_app(app, argv, "python eval.py")
 
 
 if __name__ == "__main__":

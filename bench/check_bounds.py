@@ -16,7 +16,8 @@ import typer
 from rich.table import Table
 
 import reference
-from bench.cli import make_console, tracked
+from bench.console import make_console, run_tool, tracked
+from eval import EXIT_CHECK_FAILED, EXIT_OK
 from reference import FP8_DTYPE, MXFP4_BLOCK, StrictReport, generate_input, strict_check
 from task import KV_LORA_RANK, QK_HEAD_DIM, V_HEAD_DIM, input_t
 
@@ -219,7 +220,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences in each input.")] = 2,
     kv: Annotated[list[int] | None, typer.Option(min=1, help="Cached tokens; repeatable.")] = None,
 ) -> None:
-    """Run correct and wrong kernels over many inputs; exit with 1 if a correct one fails or a wrong one passes."""
+    """Run correct and wrong kernels over many inputs; exit with 112 if a correct one fails or a wrong one passes."""
     console = make_console()
     console.print(_rounding_table())
     wrong_verdicts = 0
@@ -240,8 +241,8 @@ def main(
         wrong_verdicts += sum(not report.passed for reports in correct.values() for report in reports)
         wrong_verdicts += sum(report.passed for reports in wrong.values() for report in reports)
     console.print(f"{wrong_verdicts} wrong verdicts")
-    raise typer.Exit(1 if wrong_verdicts else 0)
+    raise typer.Exit(EXIT_CHECK_FAILED if wrong_verdicts else EXIT_OK)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_tool(main)

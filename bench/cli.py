@@ -1,49 +1,42 @@
 """The person's side of `eval.py`: commands, tables, progress and JSON around the evaluator's worker."""
 
-import contextlib
-import io
 import json
 import math
 import os
-import random
-import re
-import select
-import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import eval as evaluator
 from bench.compare import RULE, ResultError, compare, comparison_table, load_result, timed_cases
+from bench.console import EXIT_BROKEN_PIPE, EXIT_UNWRITTEN, make_console, nobody_reads, progress_bar
 from bench.file_rules import broken_rules, kernelguard_verdict, submit_command
+from bench.measure import time_summary
+from bench.options import (
+    CaseOption,
+    JsonOption,
+    PlotOption,
+    case_label,
+    choose_cases,
+    require_arm,
+    require_folder,
+    require_number,
+)
 from bench.tables import profile_table, test_table, timing_table
-from eval import EXIT_BAD_CASE_FILE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED, CaseFileError, TestCase, Worker
+from eval import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, TestCase, Worker
 
-if TYPE_CHECKING:
-    from task import TestSpec
-
-K = TypeVar("K")
-T = TypeVar("T")
-
-EXIT_UNWRITTEN = 1
-EXIT_BROKEN_PIPE = 141
-PIPE_WIDTH = 160
-DEFAULT_SEED = 4220
 # A CPU needs seconds for one call of a large case; a GPU keeps the official bound.
 CPU_SECONDS_PER_CASE = 20.0
 
 EXIT_CODES = (
-    "Exit codes: 0 all checks passed, 1 a result could not be written, 2 wrong usage, 112 a check failed, "
-    "113 bad case file, 130 interrupted (Ctrl-C), 141 nobody reads the output any more."
+    "Exit codes: 0 all checks passed, 1 a result could not be written, 2 wrong usage, 111 a case file but no usable "
+    "POPCORN_FD, 112 a check failed, 113 bad case file, 130 interrupted (Ctrl-C), 141 nobody reads the output any more."
 )
 
 
@@ -72,62 +65,13 @@ app = typer.Typer(
 )
 
 
-def _require_number(value: float | None) -> float | None:
-    if value is not None and math.isnan(value):
-        raise typer.BadParameter("expected a number, got nan")
-    return value
-
-
-def _require_place(path: Path | None) -> Path | None:
-    """Refuse, before any work, a result file whose folder takes no new file."""
-    if path is not None and not path.exists():
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise typer.BadParameter(_no_place(path.parent, error)) from error
-    return path
-
-
-def _no_place(folder: Path, error: OSError) -> str:
-    return f"expected a place to write to, got {str(folder)!r}: {error.strerror}"
-
-
-def _require_picture(path: Path | None) -> Path | None:
-    """Refuse, before any work, a picture that cannot be drawn or written."""
-    if path is None:
-        return None
-    try:
-        from bench.roofline import FORMATS
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{error}; it needs the extra `plot`: pip install -e '.[plot]'") from error
-    if path.suffix[1:].lower() not in FORMATS:
-        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(FORMATS)}, got {str(path)!r}")
-    return _require_place(path)
-
-
-CaseOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--case", metavar="BxKV[xQ]", help="Batch x cached tokens, x queries a sequence if not one; repeatable."
-    ),
-]
 CasesOption = Annotated[Path | None, typer.Option("--cases", help="Case file in the platform's format.")]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        dir_okay=False,
-        writable=True,
-        callback=_require_place,
-        help="Write environment and results to this file.",
-    ),
-]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Arm to force (sets MLA_BACKEND).")]
 SubmissionOption = Annotated[
     Path, typer.Option("--submission", exists=True, dir_okay=False, help="The file to judge.", show_default=False)
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", min=0.1, callback=_require_number, help="Seconds one case may take in all.")
+    float, typer.Option("--timeout", min=0.1, callback=require_number, help="Seconds one case may take in all.")
 ]
 RepeatsOption = Annotated[
     int | None, typer.Option("--repeats", min=1, help="Most timed runs of a case; officially 1000, leaderboard 100.")
@@ -137,7 +81,7 @@ SecondsOption = Annotated[
     typer.Option(
         "--seconds",
         min=0.0,
-        callback=_require_number,
+        callback=require_number,
         help="Stop timing a case after this long, three runs at least; 120, on a CPU 20.",
     ),
 ]
@@ -151,145 +95,8 @@ CompareOption = Annotated[
         help="Compare with this result of an earlier --json, case by case; being slower is no failure.",
     ),
 ]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        metavar="FILE.png",
-        dir_okay=False,
-        writable=True,
-        callback=_require_picture,
-        help="Draw time against the reader, the roof, for each case.",
-    ),
-]
-
 OWN_SUBMISSION = evaluator.ROOT / "submission.py"
 DEFAULT_TIMEOUT_S = 900.0
-
-
-def case_label(args: Mapping[str, Any]) -> str:
-    """`32x8192`, with `x2` appended for two queries a sequence."""
-    more = "" if args["qseqlen"] == 1 else f"x{args['qseqlen']}"
-    return f"{args['batchsize']}x{args['kvseqlen']}{more}"
-
-
-def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
-    """`BxKV` or `BxKVxQ` as a case, with the seed of the first official case of that shape where there is one.
-
-    Raises typer.BadParameter for anything else.
-    """
-    match = re.fullmatch(r"([0-9]+)x([0-9]+)(?:x([0-9]+))?", word)
-    if match is None:
-        raise typer.BadParameter(f"expected BATCHxKV or BATCHxKVxQ such as 32x8192, got {word!r}", param_hint="--case")
-    batchsize, kvseqlen, qseqlen = match.groups("1")
-    line = f"batchsize: {batchsize}; qseqlen: {qseqlen}; kvseqlen: {kvseqlen}; seed: {DEFAULT_SEED}"
-    try:
-        shape = evaluator.parse_case(line).args
-    except CaseFileError as error:
-        raise typer.BadParameter(f"{word[: evaluator.MAX_TEXT]}: {error}", param_hint="--case") from error
-    del shape["seed"]
-    seeds = [case["seed"] for case in official if shape.items() <= case.items()]
-    return as_test_case({**shape, "seed": seeds[0] if seeds else DEFAULT_SEED})
-
-
-def as_test_case(args: Mapping[str, Any]) -> TestCase:
-    return TestCase(dict(args), "; ".join(f"{name}: {value}" for name, value in args.items()))
-
-
-def choose_cases(mode: str, words: list[str] | None, case_file: Path | None) -> list[TestCase]:
-    """The cases of `--case` or `--cases`, else the official ones of the mode; exits with 113 for a bad file."""
-    from task import BENCHMARKS, TESTS
-
-    if words and case_file:
-        raise typer.BadParameter("expected one of --case and --cases, got both", param_hint="--cases")
-    if case_file:
-        try:
-            return evaluator.read_case_file(case_file)
-        except CaseFileError as error:
-            Console(stderr=True, highlight=False).print(str(error), markup=False)
-            raise typer.Exit(EXIT_BAD_CASE_FILE) from error
-    own, other = (TESTS, BENCHMARKS) if mode == "test" else (BENCHMARKS, TESTS)
-    if words:
-        return [parse_case_word(word, [*own, *other]) for word in words]
-    return [as_test_case(case) for case in own]
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """End the command without a traceback; what is still printed goes nowhere."""
-        with contextlib.suppress(SystemExit):
-            super().on_broken_pipe()
-        raise typer.Exit(EXIT_BROKEN_PIPE)
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does, but a table keeps its figures whole: a narrow terminal breaks its lines."""
-        own_width = self.width
-        if len(objects) == 1 and isinstance(objects[0], Table):
-            wanted = self.measure(objects[0], options=self.options.update(width=PIPE_WIDTH)).maximum
-            self.width = max(own_width, wanted)
-        super().print(*objects, **options)
-        self.width = own_width
-
-
-def make_console() -> Console:
-    """Standard output; a pipe or file gets a width of its own, so that tables are not squeezed into 80 columns."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no UTF-8
-    console = _Console(highlight=False)
-    return console if console.is_terminal else _Console(highlight=False, width=PIPE_WIDTH)
-
-
-def nobody_reads() -> bool:
-    """Whether standard output is a pipe or terminal whose other end is gone."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-@contextlib.contextmanager
-def progress_bar(description: str, total: int) -> Iterator[tuple[Progress, Any]]:
-    """A bar on standard error, shown on a terminal only, whatever FORCE_COLOR says."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    shown = sys.stderr and sys.stderr.isatty()
-    with progress if shown else contextlib.nullcontext():  # one that is not started prints nothing
-        yield progress, progress.add_task(description, total=total)
-
-
-def tracked(items: Sequence[T], description: str) -> Iterator[T]:
-    """The items one by one, with a `progress_bar`."""
-    with progress_bar(description, len(items)) as (bar, task):
-        for item in items:
-            yield item
-            bar.advance(task)
-
-
-def time_interleaved(
-    calls: Mapping[K, Callable[[], Any]], repeats: int, timer: evaluator.ColdTimer, description: str
-) -> dict[K, list[float]]:
-    """Nanoseconds of `repeats` cold runs of each call, in rounds of all of them.
-
-    A round is in random order: in a fixed one a call's place costs or saves up to 0.6 us (docs/results.md).
-    """
-    durations_ns: dict[K, list[float]] = {name: [] for name in calls}
-    shuffled = random.Random(0)
-    for _ in tracked(range(repeats), description):
-        for name in shuffled.sample(list(calls), len(calls)):
-            durations_ns[name].append(timer.time_ns(calls[name])[0])
-    return durations_ns
-
-
-def time_summary(durations_ns: list[float]) -> dict[str, float]:
-    """Median, mean, 20th and 80th percentile in microseconds, and the number of runs."""
-    times_us = [duration / 1e3 for duration in durations_ns]
-    deciles = statistics.quantiles(times_us, n=10, method="inclusive") if len(times_us) > 1 else times_us * 9
-    return {
-        "runs": len(times_us),
-        "median_us": statistics.median(times_us),
-        "mean_us": statistics.fmean(times_us),
-        "p20_us": deciles[1],
-        "p80_us": deciles[7],
-    }
 
 
 def add_derived(answer: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +129,7 @@ class Run:
         self.cases = 0
         self.json_path = json_path
         self._timeout_s = timeout_s
-        self._stopped: int | None = None
+        self._stopped: int | str | None = None
         self._unwritten: list[str] = []
 
     @property
@@ -334,11 +141,12 @@ class Run:
         self.cases = len(cases)
         try:
             with Worker(self.submission) as worker:
+                self._require_known_arm(worker)
                 self._describe(worker)
                 with progress_bar(self.mode, len(cases)) as (bar, task):
                     for case in cases:
                         if nobody_reads():
-                            raise typer.Exit(EXIT_BROKEN_PIPE)
+                            sys.exit(EXIT_BROKEN_PIPE)
                         label = case_label(case.args)
                         bar.update(task, description=f"{self.mode} {label}")
 
@@ -351,14 +159,21 @@ class Run:
                         bar.advance(task)
         except KeyboardInterrupt:
             self._stopped = EXIT_INTERRUPTED
-        except typer.Exit as stop:
-            self._stopped = stop.exit_code
+        except SystemExit as stop:
+            self._stopped = stop.code
+
+    def _require_known_arm(self, worker: Worker) -> None:
+        """Refuse an arm that the submission does not list; one that lists none may have any."""
+        arm = os.environ.get("MLA_BACKEND")
+        arms = worker.ask("arms", timeout_s=self._timeout_s).get("arms") if arm else None
+        if arm and arms:
+            require_arm(arm, arms, "--backend", "MLA_BACKEND")
 
     def _describe(self, worker: Worker) -> None:
         self.environment = worker.ask("environment")
         if not self.environment.pop("good"):
             self.console.print(f"error: {self.environment['message']}", markup=False)
-            raise typer.Exit(EXIT_CHECK_FAILED)
+            sys.exit(EXIT_CHECK_FAILED)
         for name, value in {"submission": self.submission.name, **self.environment}.items():
             if name != "on_gpu":
                 self.console.print(f"{name:>10}: {value}", markup=False)
@@ -396,10 +211,10 @@ class Run:
             self.console.print(f"not written, {line}", markup=False, soft_wrap=True)
         if self._stopped is not None:
             self.console.print(f"stopped after {len(self.results)} of {self.cases} cases")
-            raise typer.Exit(self._stopped)
+            sys.exit(self._stopped)
         if failed:
-            raise typer.Exit(EXIT_CHECK_FAILED)
-        raise typer.Exit(EXIT_UNWRITTEN if self._unwritten else evaluator.EXIT_OK)
+            sys.exit(EXIT_CHECK_FAILED)
+        sys.exit(EXIT_UNWRITTEN if self._unwritten else EXIT_OK)
 
 
 def _finite(value: Any) -> Any:
@@ -409,13 +224,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_results(path: Path, timer: evaluator.ColdTimer, results: list[dict[str, Any]]) -> None:
-    """JSON of `results` and of what they were measured on; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"environment": evaluator.describe_environment(timer), "results": results}
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 @app.command(
@@ -432,14 +240,14 @@ def write_results(path: Path, timer: evaluator.ColdTimer, results: list[dict[str
 def test(
     case: CaseOption = None,
     cases: CasesOption = None,
-    json: JsonOption = None,
+    json_path: JsonOption = None,
     backend: BackendOption = None,
     submission: SubmissionOption = OWN_SUBMISSION,
     timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Check every output: the strict verdict decides, the official one is shown beside it."""
     chosen = choose_cases("test", case, cases)
-    run = Run("test", submission, backend, timeout, json)
+    run = Run("test", submission, backend, timeout, json_path)
     run.ask_all(chosen, lambda ask_worker, one: ask_worker("test", args=one.args, full=True))
     run.finish(test_table(run.results))
 
@@ -479,21 +287,56 @@ def _plot(run: Run, picture: Path, old: dict[str, Any] | None, old_name: str) ->
     run.write("--plot", partial(draw, picture, times_us, styles, run.environment))
 
 
-def _timed(
-    run: Run,
-    chosen: list[TestCase],
-    repeats: int | None,
-    seconds: float | None,
-    compare_with: Path | None,
-    picture: Path | None,
+COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not tell: it is that of the checks."
+
+
+@app.command(
+    "benchmark",
+    help="Time each case: one checked call, then timed calls on the same input, each followed by the reader.",
+    epilog=with_examples(
+        ("benchmark", "the ranked shapes"),
+        ("benchmark --case 32x8192 --repeats 50", "one, 50 runs"),
+        ("benchmark --json old.json", "keep the numbers"),
+        ("benchmark --compare old.json", "is it faster now?"),
+        ("benchmark --plot times.png", "with the roof"),
+        after=COMPARING,
+    ),
+)
+@app.command(
+    "leaderboard",
+    help="Time each case as the ranking does: a new input for every call, every output checked.",
+    epilog=with_examples(
+        ("leaderboard", "timed as in the ranking"),
+        ("leaderboard --repeats 10", "at most ten new inputs"),
+        ("leaderboard --json old.json", "keep the numbers"),
+        ("leaderboard --compare old.json", "is it faster now?"),
+        after=COMPARING,
+    ),
+)
+def timed(
+    context: typer.Context,
+    case: CaseOption = None,
+    cases: CasesOption = None,
+    json_path: JsonOption = None,
+    old_path: CompareOption = None,
+    picture: PlotOption = None,
+    backend: BackendOption = None,
+    repeats: RepeatsOption = None,
+    seconds: SecondsOption = None,
+    submission: SubmissionOption = OWN_SUBMISSION,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
 ) -> None:
-    if picture is not None and run.json_path is not None and picture.resolve() == run.json_path.resolve():
+    mode = context.command.name or ""
+    chosen = choose_cases(mode, case, cases)
+    if picture is not None and json_path is not None and picture.resolve() == json_path.resolve():
         message = f"expected another file than that of --json, got {str(picture)!r}"
         raise typer.BadParameter(message, param_hint="--plot")
-    old = None if compare_with is None else _old_result(compare_with, chosen)
-    protocol = evaluator.PROTOCOLS[run.mode]
+    old = None if old_path is None else _old_result(old_path, chosen)
+    old_name = "" if old_path is None else old_path.name
+    protocol = evaluator.PROTOCOLS[mode]
     if repeats is not None:
         protocol = replace(protocol, max_repeats=repeats)
+    run = Run(mode, submission, backend, timeout, json_path)
     warm = False
 
     def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
@@ -503,16 +346,15 @@ def _timed(
             limit_s = CPU_SECONDS_PER_CASE
         bounded = protocol if limit_s is None else replace(protocol, max_wall_ns=limit_s * 1e9)
         if not warm:
-            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[run.mode])
+            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
             if not answer["good"]:
                 return answer
             warm = True
         return ask_worker("benchmark", args=one.args, protocol=bounded, full=True)
 
     run.ask_all(chosen, ask)
-    table, means = timing_table(run.mode, run.results, run.complete)
+    table, means = timing_table(mode, run.results, run.complete)
     tables, extra = [table], {"protocol": asdict(protocol), **means}
-    old_name = "" if compare_with is None else compare_with.name
     if old is not None:
         comparison = compare(old, run.document())
         tables.append(comparison_table(comparison, old_name))
@@ -520,62 +362,6 @@ def _timed(
     if picture is not None:
         _plot(run, picture, old, old_name)
     run.finish(*tables, extra=extra)
-
-
-COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not tell: it is that of the checks."
-
-
-@app.command(
-    epilog=with_examples(
-        ("benchmark", "the ranked shapes"),
-        ("benchmark --case 32x8192 --repeats 50", "one, 50 runs"),
-        ("benchmark --json old.json", "keep the numbers"),
-        ("benchmark --compare old.json", "is it faster now?"),
-        ("benchmark --plot times.png", "with the roof"),
-        after=COMPARING,
-    )
-)
-def benchmark(
-    case: CaseOption = None,
-    cases: CasesOption = None,
-    json: JsonOption = None,
-    compare: CompareOption = None,
-    plot: PlotOption = None,
-    backend: BackendOption = None,
-    repeats: RepeatsOption = None,
-    seconds: SecondsOption = None,
-    submission: SubmissionOption = OWN_SUBMISSION,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Time each case: one checked call, then timed calls on the same input, each followed by the reader."""
-    chosen = choose_cases("benchmark", case, cases)
-    _timed(Run("benchmark", submission, backend, timeout, json), chosen, repeats, seconds, compare, plot)
-
-
-@app.command(
-    epilog=with_examples(
-        ("leaderboard", "timed as in the ranking"),
-        ("leaderboard --repeats 10", "at most ten new inputs"),
-        ("leaderboard --json old.json", "keep the numbers"),
-        ("leaderboard --compare old.json", "is it faster now?"),
-        after=COMPARING,
-    )
-)
-def leaderboard(
-    case: CaseOption = None,
-    cases: CasesOption = None,
-    json: JsonOption = None,
-    compare: CompareOption = None,
-    plot: PlotOption = None,
-    backend: BackendOption = None,
-    repeats: RepeatsOption = None,
-    seconds: SecondsOption = None,
-    submission: SubmissionOption = OWN_SUBMISSION,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT_S,
-) -> None:
-    """Time each case as the ranking does: a new input for every call, every output checked."""
-    chosen = choose_cases("leaderboard", case, cases)
-    _timed(Run("leaderboard", submission, backend, timeout, json), chosen, repeats, seconds, compare, plot)
 
 
 @app.command(
@@ -589,7 +375,7 @@ def leaderboard(
 def profile(
     case: CaseOption = None,
     cases: CasesOption = None,
-    json: JsonOption = None,
+    json_path: JsonOption = None,
     backend: BackendOption = None,
     trace: Annotated[
         Path, typer.Option("--trace", file_okay=False, help="Folder for one browser-readable trace a case.")
@@ -599,12 +385,8 @@ def profile(
 ) -> None:
     """Profile one warm call of each case: kernels by device time, on a CPU operations by their own."""
     chosen = choose_cases("profile", case, cases)
-    try:
-        trace.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=trace).close()
-    except OSError as error:
-        raise typer.BadParameter(_no_place(trace, error), param_hint="--trace") from error
-    run = Run("profile", submission, backend, timeout, json)
+    require_folder(trace, make=True, option="--trace")
+    run = Run("profile", submission, backend, timeout, json_path)
 
     def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
         path = str(trace / f"{case_label(one.args)}_{one.args['seed']}.json")
@@ -641,6 +423,6 @@ def lint(submission: SubmissionOption = OWN_SUBMISSION) -> None:
     for failure in failures:
         console.print(f"FAIL {failure}", markup=False, soft_wrap=True)
     if failures:
-        raise typer.Exit(EXIT_CHECK_FAILED)
+        sys.exit(EXIT_CHECK_FAILED)
     commands = "\n".join(submit_command(os.path.relpath(submission), mode) for mode in ("test", "leaderboard"))
     console.print(f"{submission.name} keeps every rule; to submit it:\n{commands}", markup=False, soft_wrap=True)

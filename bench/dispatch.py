@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,23 +18,27 @@ from rich.table import Table
 
 import eval as evaluator
 import reference
-from bench.cli import case_label, choose_cases, make_console, time_interleaved, write_results
+from bench.console import make_console, require_gpu, run_tool
+from bench.measure import time_interleaved, write_results
+from bench.options import CaseOption, JsonOption, case_label, choose_cases
 
 
-def dispatch(
-    case: Annotated[list[str] | None, typer.Option("--case", help="A shape such as 32x8192; repeatable.")] = None,
+def main(
+    case: CaseOption = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each call.")] = 51,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Time first and later calls of `custom_kernel`."""
+    require_gpu()
     os.environ.setdefault("MLA_VERBOSE", "1")
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
+    compiled = tempfile.TemporaryDirectory(prefix="triton-cache-")
+    os.environ["TRITON_CACHE_DIR"] = compiled.name
     import submission  # after the cache folder is set
 
     console = make_console()
     timer = evaluator.ColdTimer()
     results: list[dict[str, Any]] = []
-    for one in choose_cases("benchmark", case, None):
+    for one in choose_cases("benchmark", case):
         data = reference.generate_input(**one.args)
         timer.synchronize()
         start_s = time.perf_counter()
@@ -63,4 +66,4 @@ def dispatch(
 
 
 if __name__ == "__main__":
-    typer.run(dispatch)
+    run_tool(main)

@@ -8,7 +8,6 @@ the figures rest on.
 """
 
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -22,20 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import triton
 import typer
 from rich.table import Table
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
+import eval as evaluator
 import submission
-from bench.cli import case_label, make_console
+from bench.console import make_console, run_tool
+from bench.options import JsonOption, PlotOption, case_label
 from submission import Config
 from task import BENCHMARKS
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = GPUTarget("hip", "gfx950", 64)
 MI355X = submission.Target("gfx950", num_cu=256)
 WAVES = (4, 2, 1)
 WAVES_PER_EU = 2  # caps a wave at 256 registers; without it accumulators move to AGPRs and back
@@ -114,9 +109,14 @@ DECODE_TYPES = {
 }
 
 
-def compile_kernel(source_class, fn, constexprs: dict, types: dict | None = None, **options):
+def compile_kernel(fn, constexprs: dict, types: dict | None = None, **options):
     """As a launch with the official arguments compiles it: addresses and strides, but of scales, of 16 bytes, tensors
     under 2 GiB."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
     signature = {name: "constexpr" if name in constexprs else (types or DECODE_TYPES)[name] for name in fn.arg_names}
     attributes = {}
     for i, (name, kind) in enumerate(signature.items()):
@@ -125,7 +125,8 @@ def compile_kernel(source_class, fn, constexprs: dict, types: dict | None = None
         if kind[0] == "*":
             attributes[(i,)].append(["tt.pointer_range", 32])
     values = {(fn.arg_names.index(name),): value for name, value in constexprs.items()}
-    return triton.compile(source_class(fn, signature, values, attributes), target=TARGET, options=options)
+    source = (GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource)(fn, signature, values, attributes)
+    return triton.compile(source, target=GPUTarget("hip", "gfx950", 64), options=options)
 
 
 @functools.cache
@@ -139,7 +140,7 @@ def compile_decode(config: Config, pairs: bool = True, module=submission, s_q: i
     if s_q == 1:
         constexprs["s_q"] = 1
     fn = module._decode_fp8_gfx950
-    return compile_kernel(GluonASTSource, fn, constexprs, num_warps=config.num_warps, waves_per_eu=WAVES_PER_EU)
+    return compile_kernel(fn, constexprs, num_warps=config.num_warps, waves_per_eu=WAVES_PER_EU)
 
 
 @functools.cache
@@ -148,7 +149,7 @@ def compile_combine(splits: int, partials: str = "*fp16"):
     block_d, block_s, num_warps = submission.combine_shape(splits)
     constexprs = {"SPLITS": splits, "BLOCK_S": block_s, "BLOCK_D": block_d, "DEPENDENT": False}
     types = DECODE_TYPES | {"part_ptr": partials}
-    return compile_kernel(ASTSource, submission._combine, constexprs, types, num_warps=num_warps), 512 // block_d
+    return compile_kernel(submission._combine, constexprs, types, num_warps=num_warps), 512 // block_d
 
 
 @dataclass(frozen=True)
@@ -405,12 +406,10 @@ def _shape_table(predictions: list[Prediction], mean: bool) -> Table:
 
 
 def _draw(path: Path, predictions: list[Prediction]) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
     positions = range(len(predictions))
     axes.bar(positions, [p.time_us for p in predictions], color="tab:blue", label="predicted time of a call")
     axes.bar(positions, [p.serial_us for p in predictions], 0.5, color="tab:cyan", label="compute, not overlapped")
@@ -422,10 +421,11 @@ def _draw(path: Path, predictions: list[Prediction]) -> None:
     axes.set_title("gfx950_fp8 on an MI355X: predicted, never measured")
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _as_json(titled: list[tuple[str, Form]], predictions: list[Prediction]) -> dict:
+    import triton
+
     return {
         "kind": "prediction, never measured",
         "triton": triton.__version__,
@@ -456,7 +456,7 @@ def _compare(figures: dict, folder: Path) -> list[str]:
         path = Path(scratch) / "other.json"
         command = [sys.executable, "-m", "bench.gfx950", "--rows", "--json", str(path)]
         environment = os.environ | {"PYTHONPATH": str(folder.resolve())}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=evaluator.ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if re.match(r"\w+(Error|Exception)\b", line)]
             return [f"the Triton in {folder} cannot compile the kernel: {(errors or ['no error printed'])[0]}"]
@@ -492,14 +492,10 @@ def _mca_table(tool: str) -> Table:
     return table
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command(help=__doc__)
 def main(
     all_forms: Annotated[bool, typer.Option("--forms", help="Every form for every shape, not only the rows.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the shapes there; needs matplotlib.")] = None,
+    json_path: JsonOption = None,
+    picture: PlotOption = None,
     rows: Annotated[bool, typer.Option("--rows", help="Only the forms that the shapes' rows choose.")] = False,
     against: Annotated[
         Path | None,
@@ -510,8 +506,7 @@ def main(
         typer.Option("--mca", metavar="TOOL", help="Only compare the clocks charged with this llvm-mca, LLVM 22 on."),
     ] = None,
 ) -> None:
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install -e '.[plot]'", param_hint="--plot")
+    """Predict the gfx950 kernel's time on an MI355X from its machine code."""
     if against and not (against / "triton").is_dir():
         raise typer.BadParameter(f"expected a folder that holds a Triton, got {against}", param_hint="--against")
     if mca and not shutil.which(mca):
@@ -544,9 +539,9 @@ def main(
     console.print(_shape_table(predictions, mean=not all_forms))
     if json_path:
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
-    if plot:
-        _draw(plot, predictions)
+    if picture:
+        _draw(picture, predictions)
 
 
 if __name__ == "__main__":
-    sys.exit(app())
+    run_tool(main)

@@ -12,14 +12,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import typer
 from rich.table import Table
-from triton.experimental.gluon._runtime import GluonASTSource
 
 import submission
 from bench import gfx950
-from bench.cli import case_label, make_console
+from bench.console import make_console, run_tool
 from bench.gfx950 import CLOCK_MHZ, HBM_BYTES_PER_US, MI355X
+from bench.options import case_label
 from submission import Config
 from task import BENCHMARKS
 
@@ -46,7 +45,7 @@ def compile_decode(splits: int, one_launch: bool = False, module=submission, s_q
     """The decode kernel of `module` for gfx950, as `submission` launches it (a `triton.compiler.CompiledKernel`)."""
     constexprs = {"SPLITS": splits, "ONE_LAUNCH": one_launch and splits > 1} | ({"s_q": 1} if s_q == 1 else {})
     options = {"num_warps": WAVES, "waves_per_eu": WAVES_PER_EU}
-    return gfx950.compile_kernel(GluonASTSource, module._decode_mxfp4_gfx950, constexprs, TYPES, **options)
+    return gfx950.compile_kernel(module._decode_mxfp4_gfx950, constexprs, TYPES, **options)
 
 
 @dataclass(frozen=True)
@@ -119,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_tool(main)

@@ -18,7 +18,8 @@ from rich.table import Table
 
 import reference
 from bench.check_bounds import KERNELS, emulate
-from bench.cli import make_console, tracked
+from bench.console import make_console, run_tool, tracked
+from eval import EXIT_CHECK_FAILED, EXIT_OK
 from submission import ATOL, MIN_SHARE_WITHIN, MXFP4_MIN_BATCH, MXFP4_MIN_KV_LEN, RTOL
 from task import input_t
 
@@ -50,7 +51,7 @@ def main(
     sequences: Annotated[int, typer.Option(min=2, help="Sequences drawn for each length.")] = 100,
     kv: Annotated[list[int] | None, typer.Option(min=1, help="Cached tokens; repeatable.")] = None,
 ) -> None:
-    """Tabulate the shares; exit with 1 if `select_config` offers mxfp4 where the exact cache falls short."""
+    """Tabulate the shares; exit with 112 if `select_config` offers mxfp4 where the exact cache falls short."""
     console, short = make_console(), False
     for s_kv in kv or (1024, 8192):
         drawn = [shares(reference.generate_input(1, 1, s_kv, seed)) for seed in tracked(range(sequences), f"kv {s_kv}")]
@@ -68,8 +69,8 @@ def main(
             offered = s_kv >= MXFP4_MIN_KV_LEN and name == "mxfp4 cache, exact"
             short |= offered and sure[MXFP4_MIN_BATCH] < MIN_SHARE_WITHIN
         console.print(table)
-    raise typer.Exit(1 if short else 0)
+    raise typer.Exit(EXIT_CHECK_FAILED if short else EXIT_OK)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_tool(main)

@@ -12,7 +12,6 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -22,150 +21,17 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, make_console, time_interleaved, time_summary
+from bench.console import make_console, require_gpu, run_tool
+from bench.environment import describe_environment, package_version
+from bench.measure import time_interleaved, time_summary
+from bench.options import CaseOption, JsonOption, case_label, choose_cases, require_arm
 from bench.reader import Reader, cache_tensors
-from task import NUM_HEADS, QK_HEAD_DIM, V_HEAD_DIM
+from task import QK_HEAD_DIM, V_HEAD_DIM
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise SystemExit(f"bench.peers: expected Triton, which a GPU build of torch brings ({error})") from error
-
-LOG2E = 1.4426950408889634
 OURS = "ours"  # what the submission picks by itself
 FA3 = "FlashAttention-3"
 GROUPED_SPLITS = (4, 8, 16, 32)
-GROUPED_BLOCK_N = 32
 TUNING_RUNS = 5
-
-
-@triton.jit
-def _grouped_decode(
-    q_ptr,  # bf16 [b, 16, 576]
-    kv_ptr,  # bf16 or fp8 [total_kv, 576]
-    kv_indptr,  # int32 [b + 1]
-    kv_scale_ptr,  # fp32 [1]
-    part_ptr,  # fp32 [b, SPLITS, 16, 512], normalised
-    lse_ptr,  # fp32 [b, SPLITS, 16], log2; -inf for an empty split
-    softmax_scale,  # sm_scale * log2(e)
-    stride_q_t,
-    stride_q_h,
-    stride_kv_t,
-    SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT_TYPE: tl.constexpr,  # what the matrix products take
-):
-    """Grid (b, SPLITS): one split of one sequence for all 16 heads; K and V are loaded separately."""
-    H: tl.constexpr = 16
-    D: tl.constexpr = 512
-    R: tl.constexpr = 64
-    b = tl.program_id(0)
-    split = tl.program_id(1)
-    offs_h = tl.arange(0, H)
-    offs_d = tl.arange(0, D)
-    offs_r = tl.arange(0, R)
-    q_base = q_ptr + b.to(tl.int64) * stride_q_t + offs_h[:, None] * stride_q_h
-    qn = tl.load(q_base + offs_d[None, :]).to(DOT_TYPE)
-    qr = tl.load(q_base + D + offs_r[None, :]).to(DOT_TYPE)
-    logit_scale = tl.load(kv_scale_ptr) * softmax_scale
-    kv_start = tl.load(kv_indptr + b)
-    length = tl.load(kv_indptr + b + 1) - kv_start
-    per_split = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
-    first = split * per_split
-    last = tl.minimum(first + per_split, length)
-
-    m = tl.full([H], float("-inf"), tl.float32)
-    norm = tl.zeros([H], tl.float32)
-    acc = tl.zeros([H, D], tl.float32)
-    for n in range(first, last, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < last
-        row = kv_ptr + (kv_start + offs_n).to(tl.int64) * stride_kv_t
-        kn = tl.load(row[None, :] + offs_d[:, None], mask=mask_n[None, :], other=0.0).to(DOT_TYPE)
-        kr = tl.load(row[None, :] + D + offs_r[:, None], mask=mask_n[None, :], other=0.0).to(DOT_TYPE)
-        x = tl.dot(qr, kr, tl.dot(qn, kn)) * logit_scale
-        x = tl.where(mask_n[None, :], x, float("-inf"))
-        v = tl.load(row[:, None] + offs_d[None, :], mask=mask_n[:, None], other=0.0).to(DOT_TYPE)
-        m_new = tl.maximum(m, tl.max(x, 1))
-        rescale = tl.exp2(m - m_new)
-        p = tl.exp2(x - m_new[:, None])
-        norm = norm * rescale + tl.sum(p, 1)
-        acc = tl.dot(p.to(DOT_TYPE), v, acc * rescale[:, None])
-        m = m_new
-
-    part = b.to(tl.int64) * SPLITS + split
-    safe_norm = tl.where(first < last, norm, 1.0)
-    tl.store(part_ptr + part * (H * D) + offs_h[:, None] * D + offs_d[None, :], acc / safe_norm[:, None])
-    tl.store(lse_ptr + part * H + offs_h, m + tl.log2(norm))
-
-
-@triton.jit
-def _grouped_merge(
-    part_ptr,  # fp32 [b, SPLITS, 16, 512]
-    lse_ptr,  # fp32 [b, SPLITS, 16]
-    kv_scale_ptr,  # fp32 [1]
-    out_ptr,  # bf16 [b, 16, 512]
-    SPLITS: tl.constexpr,
-):
-    """Grid (b, 16): weighs one head's partials, one split after the other; an empty sequence gives zeros."""
-    H: tl.constexpr = 16
-    D: tl.constexpr = 512
-    b = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    offs_d = tl.arange(0, D)
-    m = float("-inf")
-    norm = 0.0
-    acc = tl.zeros([D], tl.float32)
-    for split in range(SPLITS):
-        row = (b * SPLITS + split) * H + h
-        lse = tl.load(lse_ptr + row)
-        if lse > float("-inf"):
-            m_new = tl.maximum(m, lse)
-            rescale = tl.exp2(m - m_new)
-            weight = tl.exp2(lse - m_new)
-            acc = acc * rescale + weight * tl.load(part_ptr + row * D + offs_d)
-            norm = norm * rescale + weight
-            m = m_new
-    out = acc / tl.where(norm > 0.0, norm, 1.0) * tl.load(kv_scale_ptr)
-    tl.store(out_ptr + (b * H + h) * D + offs_d, out.to(tl.bfloat16))
-
-
-class GroupedDecode:
-    """Callable on `data` (one query a sequence): bf16 (b, 16, 512) from the bf16 or fp8 cache in two launches.
-
-    Raises ValueError for more than one query a sequence.
-    """
-
-    dot_type = tl.bfloat16
-
-    def __init__(self, data: tuple, kv: str, splits: int) -> None:
-        q, kv_data, _, kv_indptr, config = data
-        if config["q_seq_len"] != 1:
-            raise ValueError(f"config['q_seq_len']: expected 1, got {config['q_seq_len']}")
-        unscaled = (kv_data["bf16"], torch.ones(1, device=q.device))
-        self._kv: torch.Tensor
-        self._kv_scale: torch.Tensor
-        self._kv, self._kv_scale = kv_data["fp8"] if kv == "fp8" else unscaled
-        self._q, self._kv_indptr = q, kv_indptr
-        self._softmax_scale = config["sm_scale"] * LOG2E
-        self._splits = splits
-        shape = (q.shape[0], splits, NUM_HEADS)
-        self._part = torch.empty(*shape, V_HEAD_DIM, device=q.device)
-        self._lse = torch.empty(shape, device=q.device)
-        self._out = torch.empty(q.shape[0], NUM_HEADS, V_HEAD_DIM, dtype=torch.bfloat16, device=q.device)
-
-    def __call__(self) -> torch.Tensor:
-        q, kv = self._q, self._kv
-        _grouped_decode[(q.shape[0], self._splits)](
-            q, kv, self._kv_indptr, self._kv_scale, self._part, self._lse, self._softmax_scale,
-            q.stride(0), q.stride(1), kv.stride(0),
-            SPLITS=self._splits, BLOCK_N=GROUPED_BLOCK_N, DOT_TYPE=self.dot_type, num_warps=4, num_stages=2,
-        )  # fmt: skip
-        _grouped_merge[(q.shape[0], NUM_HEADS)](
-            self._part, self._lse, self._kv_scale, self._out, SPLITS=self._splits, num_warps=4
-        )
-        return self._out
 
 
 @dataclass
@@ -223,6 +89,8 @@ def our_entry(data: tuple, arm: str) -> Entry:
 
 def grouped_entry(data: tuple, kv: str, timer: evaluator.ColdTimer) -> Entry:
     """The grouped Triton decode with the fastest of GROUPED_SPLITS."""
+    from bench.grouped import GroupedDecode
+
     calls = {splits: GroupedDecode(data, kv, splits) for splits in GROUPED_SPLITS}
     medians = {}
     for splits, call in calls.items():
@@ -296,26 +164,29 @@ def summary_table(results: dict[str, list[dict[str, Any]]]) -> tuple[Table, dict
     return table, means
 
 
-def peers(
-    case: Annotated[list[str] | None, typer.Option("--case", help="A shape such as 32x8192; repeatable.")] = None,
+def main(
+    case: CaseOption = None,
     arm: Annotated[
         list[str] | None,
         typer.Option("--arm", help=f"Arm of the submission, '{OURS}' for its own choice; repeatable."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each entry.")] = 25,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Compare the submission with its peers and the reader on the GPU."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("expected a CUDA or ROCm GPU, found none", param_hint="device")
+    arms = arm or [OURS, "triton_fp8", "torch_bmm"]
+    for name in arms:
+        require_arm(name, [OURS, *submission.ARMS], "--arm")
+    require_gpu()
+    import bench.grouped  # noqa: F401 - where Triton is missing, say so before any work
+
     console = make_console()
     timer = evaluator.ColdTimer()
-    environment = {**evaluator.describe_environment(timer), "fa3-fwd": evaluator.package_version("fa3-fwd")}
+    environment = {**describe_environment(timer), "fa3-fwd": package_version("fa3-fwd")}
     for name, value in environment.items():
         console.print(f"{name:>10}: {value}", markup=False)
-    arms = arm or [OURS, "triton_fp8", "torch_bmm"]
     results: dict[str, list[dict[str, Any]]] = {}
-    for one in choose_cases("benchmark", case, None):
+    for one in choose_cases("benchmark", case):
         label = case_label(one.args)
         data = reference.generate_input(**one.args)
         results[label] = measure(data, arms, repeats, timer, label)
@@ -327,11 +198,10 @@ def peers(
     for line in failed:
         console.print(line, markup=False, soft_wrap=True)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
         report = {"environment": environment, "repeats": repeats, "cases": results, "geomean_us": means}
         json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     raise typer.Exit(evaluator.EXIT_CHECK_FAILED if failed else evaluator.EXIT_OK)
 
 
 if __name__ == "__main__":
-    typer.run(peers)
+    run_tool(main)

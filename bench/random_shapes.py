@@ -3,7 +3,7 @@
     python -m bench.random_shapes --count 1000
 
 Batch 1-300, cached tokens 0-9000 per sequence (ragged more often than not), 1-4 queries per sequence. Caches are slices
-of one pool, so that drawing them costs nothing; queries are new each time. Exit code 1 if any output is off.
+of one pool, so that drawing them costs nothing; queries are new each time. Exit code 112 if any output is off.
 """
 
 import os
@@ -17,7 +17,8 @@ import typer
 
 import reference
 import submission
-from bench.cli import make_console, tracked
+from bench.console import make_console, require_gpu, run_tool, tracked
+from eval import EXIT_CHECK_FAILED, EXIT_OK
 from task import NUM_HEADS, QK_HEAD_DIM
 
 MAX_BATCH, MAX_KV, MAX_Q = 300, 9000, 4
@@ -50,14 +51,13 @@ def make_case(pool: dict, lengths: list[int], s_q: int, rng: random.Random) -> t
     return q, kv_data, qo_indptr, kv_indptr, config
 
 
-def random_shapes(
+def main(
     count: Annotated[int, typer.Option(min=1, help="Shapes to try.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of shapes and data.")] = 0,
     max_error: Annotated[float, typer.Option(help="Largest relative L2 error over the cache that was read.")] = 3e-3,
 ) -> None:
     """Try random shapes on the GPU."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("expected a CUDA or ROCm GPU, found none", param_hint="device")
+    require_gpu()
     # Every shape is new here; timing its arms would take most of the run.
     os.environ.setdefault("MLA_TUNE", "0")
     console = make_console()
@@ -85,8 +85,8 @@ def random_shapes(
             console.print(f"FAIL {shape}: error {error:.2e} with {selection.arm} {selection.config}")
     took_s = time.monotonic() - start_s
     console.print(f"{count} shapes in {took_s:.0f} s: {failures} failures, worst error {worst:.2e}, arms {dict(arms)}")
-    raise typer.Exit(1 if failures else 0)
+    raise typer.Exit(EXIT_CHECK_FAILED if failures else EXIT_OK)
 
 
 if __name__ == "__main__":
-    typer.run(random_shapes)
+    run_tool(main)

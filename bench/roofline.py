@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-FORMATS = tuple(FigureCanvasAgg.get_supported_filetypes())
+from bench.console import run_tool
+
 ROOF = {"color": "black", "linestyle": "-", "linewidth": 1.5}
 # In the order of the legend; the two readers are the roofs.
 PEERS: dict[str, dict[str, Any]] = {
@@ -29,6 +28,13 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 
 
+def picture_formats() -> tuple[str, ...]:
+    """Endings of the files that matplotlib can write."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return tuple(FigureCanvasAgg.get_supported_filetypes())
+
+
 def draw(
     picture: Path,
     times_us: dict[str, dict[str, float]],
@@ -41,6 +47,8 @@ def draw(
     times_us: by case and name; a name that lacks a case has a gap there. styles: matplotlib's by name, in the order of
     the legend, the first being the roof. top: the largest ratio to show; all if None.
     """
+    from matplotlib.figure import Figure
+
     roof = next(iter(styles))
     cases = sorted(times_us, key=lambda case: times_us[case][roof])
     figure = Figure(figsize=(12, 4.5), layout="constrained")
@@ -62,7 +70,7 @@ def draw(
     figure.savefig(picture, dpi=110)
 
 
-def roofline(
+def main(
     result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON written by bench.peers.")],
     picture: Annotated[Path, typer.Argument(help="Picture to write; its ending says the format.")],
 ) -> None:
@@ -77,4 +85,4 @@ def roofline(
 
 
 if __name__ == "__main__":
-    typer.run(roofline)
+    run_tool(main)

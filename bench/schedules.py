@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
-from bench.cli import case_label
+from bench.console import make_console, run_tool
+from bench.options import case_label
 from submission import build_schedule
 from task import BENCHMARKS
 
@@ -122,8 +121,8 @@ def main() -> None:
         batch, kv_len = case["batchsize"], case["kvseqlen"]
         cells = ("/".join(map(str, summary(make(batch, kv_len)))) for make in SCHEDULES.values())
         table.add_row(case_label(case), *cells)
-    Console(width=110).print(table)
+    make_console().print(table)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_tool(main)

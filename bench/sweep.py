@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -24,7 +23,9 @@ from rich.table import Table
 import eval as evaluator
 import reference
 import submission
-from bench.cli import case_label, choose_cases, make_console, time_interleaved, write_results
+from bench.console import make_console, require_gpu, run_tool
+from bench.measure import time_interleaved, write_results
+from bench.options import CaseOption, JsonOption, case_label, choose_cases, require_arm
 from bench.reader import Reader, cache_tensors
 from submission import Config
 
@@ -86,23 +87,24 @@ def _compile(config: Config) -> None:
     submission.ARMS[config.arm].run(data, submission.problem_of(data), config)
 
 
-def sweep(
-    case: Annotated[list[str] | None, typer.Option("--case", help="A shape such as 32x8192; repeatable.")] = None,
+def main(
+    case: CaseOption = None,
     arm: Annotated[list[str] | None, typer.Option("--arm", help=f"Among {', '.join(ARMS)}; repeatable.")] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each configuration.")] = 25,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure there.")] = None,
+    json_path: JsonOption = None,
     best: Annotated[int, typer.Option(min=1, help="Rows to print for each shape.")] = 6,
 ) -> None:
     """Sweep configurations on the GPU."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("expected a CUDA or ROCm GPU, found none", param_hint="device")
+    arms = arm or ["hopper_fp8"]
+    for name in arms:
+        require_arm(name, ARMS, "--arm")
+    require_gpu()
     console = make_console()
     timer = evaluator.ColdTimer()
     num_cu = torch.cuda.get_device_properties(0).multi_processor_count
-    cases = choose_cases("benchmark", case, None)
-    builders = [ARMS[name] for name in arm or ["hopper_fp8"]]
+    cases = choose_cases("benchmark", case)
     shapes = [(c.args["batchsize"], c.args["kvseqlen"]) for c in cases]
-    plans = {shape: [c for build in builders for c in build(*shape, num_cu)] for shape in shapes}
+    plans = {shape: [c for name in arms for c in ARMS[name](*shape, num_cu)] for shape in shapes}
     distinct = list({config for configs in plans.values() for config in configs})
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, distinct))
@@ -136,4 +138,4 @@ def sweep(
 
 
 if __name__ == "__main__":
-    typer.run(sweep)
+    run_tool(main)

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import reference
-from bench import peers
+from bench import grouped, peers
 from bench.reader import CONFIGS, Reader, _read, cache_tensors
 from tests.eval_stand_ins import ROOT
 
@@ -21,7 +21,7 @@ TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "gfx950": GPUTarget("hip", "gfx95
 
 INTERPRETED = """
 import json, sys, torch
-from bench import peers
+from bench import grouped, peers
 from bench.reader import CONFIGS, Reader
 import reference
 
@@ -42,9 +42,9 @@ q, kv_data, qo_indptr, _, config = reference.generate_input(4, 1, 75, 7)
 config["kv_seq_len"] = 170
 kv_indptr = torch.tensor([0, 97, 97, 130, 300], dtype=torch.int32, device=q.device)
 data = (q, kv_data, qo_indptr, kv_indptr, config)
-peers.GroupedDecode.dot_type = peers.tl.float32  # the interpreter's tl.dot takes bf16 for integers
+grouped.GroupedDecode.dot_type = grouped.tl.float32  # the interpreter's tl.dot takes bf16 for integers
 for kv in ("bf16", "fp8"):
-    call = peers.GroupedDecode(data, kv, splits=4)
+    call = grouped.GroupedDecode(data, kv, splits=4)
     call._part.fill_(float("nan"))
     call._lse.fill_(float("nan"))
     found["grouped"][kv] = peers.relative_error(call(), reference.oracle(data, kv))
@@ -99,11 +99,11 @@ def test_reader_compiles_to_16_byte_loads(config, target):
 def test_grouped_decode_compiles(kv_type, target):
     pointers = ["*bf16", kv_type, "*i32", "*fp32", "*fp32", "*fp32"]
     for kernel, types, options in (
-        (peers._grouped_decode, [*pointers, "fp32", "i32", "i32", "i32", *["constexpr"] * 3], {"num_stages": 2}),
-        (peers._grouped_merge, ["*fp32", "*fp32", "*fp32", "*bf16", "constexpr"], {}),
+        (grouped._grouped_decode, [*pointers, "fp32", "i32", "i32", "i32", *["constexpr"] * 3], {"num_stages": 2}),
+        (grouped._grouped_merge, ["*fp32", "*fp32", "*fp32", "*bf16", "constexpr"], {}),
     ):
         signature = dict(zip(kernel.arg_names, types, strict=True))
-        every = {"SPLITS": 8, "BLOCK_N": peers.GROUPED_BLOCK_N, "DOT_TYPE": peers.GroupedDecode.dot_type}
+        every = {"SPLITS": 8, "BLOCK_N": grouped.BLOCK_N, "DOT_TYPE": grouped.GroupedDecode.dot_type}
         constants = {name: value for name, value in every.items() if name in kernel.arg_names}
         triton.compile(
             ASTSource(kernel, signature, constants), target=TARGETS[target], options={"num_warps": 4, **options}

@@ -2,36 +2,87 @@
 
 import json
 import random
+import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
-import typer
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import reference
 import submission
-from bench import dispatch, random_shapes, roofline, sweep
-from bench.cli import time_interleaved
+from bench import dispatch, peers, random_shapes, roofline, sweep
+from bench.console import tool_app
+from bench.measure import time_interleaved
 from task import BENCHMARKS
 from tests.eval_stand_ins import ROOT
 
 RUNNER = CliRunner()
 
 
-def app(function):
-    tool = typer.Typer()
-    tool.command()(function)
-    return tool
+# Runs `python -m bench.<tool>` once for every list of words, as where only torch and the extra `cli` are installed.
+WITHOUT_EXTRAS = """
+import json, os, runpy, sys, tempfile
+
+missing = ["elftools", "hypothesis", "kernelguard", "matplotlib", "ml_dtypes", "tinygrad", "triton"]
+sys.modules.update(dict.fromkeys(missing))
+ended = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    sys.modules.pop(f"bench.{words[0]}", None)
+    said = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]
+    kept = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = said
+    try:
+        runpy.run_module(f"bench.{words[0]}", run_name="__main__", alter_sys=False)
+        code = "no exit"
+    except BaseException as end:
+        code = end.code if isinstance(end, SystemExit) else repr(end)
+    sys.stdout, sys.stderr = kept
+    for file in said:
+        file.seek(0)
+    ended.append([code, *(file.read() for file in said)])
+print(json.dumps(ended))
+"""
+TOOLS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text())
+LACKING = {
+    "fuzz": ([], "hypothesis"),
+    "gfx950": ([], "triton"),
+    "mxfp4_gfx950": ([], "triton"),
+    "roofline": ([str(ROOT / "docs" / "data" / "peers_h200.json"), "times.png"], "matplotlib"),
+}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without a GPU")
-@pytest.mark.parametrize("function", [sweep.sweep, random_shapes.random_shapes])
-def test_gpu_tools_say_what_they_need(function):
-    result = RUNNER.invoke(app(function), [])
-    assert result.exit_code == 2
-    assert "found none" in result.output
+def test_tools_explain_themselves_and_what_they_lack_without_the_other_extras():
+    assert {"dispatch", "peers", "sweep", *LACKING} <= set(TOOLS)
+    lines = [[tool, "--help"] for tool in TOOLS] + [[tool, *words] for tool, (words, _) in LACKING.items()]
+    lines.append(["gfx950", "--plot", "times.png"])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(lines)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    for tool, (code, out, err) in zip(TOOLS, ended, strict=False):
+        assert code == 0 and "Usage: " in out and err == "", (tool, code, err)
+    packages = [*(package for _, package in LACKING.values()), "matplotlib"]
+    for package, (code, out, err) in zip(packages, ended[len(TOOLS) :], strict=True):
+        assert (code, out) == (2, "") and re.fullmatch(f"{package}: expected this package, got none; .*\n", err), err
+
+
+@pytest.mark.parametrize("tool", [dispatch, peers, random_shapes, sweep])
+def test_gpu_tools_say_what_they_need(tool, no_gpu, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tool.main()
+    assert capsys.readouterr() == ("", "device: expected a CUDA or ROCm GPU, got none\n")
+
+
+@pytest.mark.parametrize("tool", [peers, sweep])
+def test_an_unknown_arm_is_wrong_usage(tool):
+    result = RUNNER.invoke(tool_app(tool.main), ["--arm", "no_such_arm"])
+    assert result.exit_code == 2 and "expected one of" in result.output and "triton_fp8" in result.output
 
 
 @pytest.mark.parametrize("case", BENCHMARKS, ids=lambda c: f"{c['batchsize']}x{c['kvseqlen']}")
@@ -83,9 +134,10 @@ def test_interleaved_calls_are_timed_in_rounds_of_random_order():
 
 
 def test_dispatch_reports_first_and_later_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "require_gpu", lambda: None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     path = tmp_path / "dispatch.json"
-    result = RUNNER.invoke(app(dispatch.dispatch), ["--case", "2x64", "--repeats", "3", "--json", str(path)])
+    result = RUNNER.invoke(tool_app(dispatch.main), ["--case", "2x64", "--repeats", "3", "--json", str(path)])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(path.read_text())["results"]
     assert row["case"] == "2x64" and row["first_call_s"] > 0
@@ -95,9 +147,9 @@ def test_dispatch_reports_first_and_later_calls(tmp_path, monkeypatch):
 def test_roofline_draws_the_recorded_result(tmp_path):
     picture = tmp_path / "roofline.png"
     recorded = ROOT / "docs" / "data" / "peers_h200.json"
-    result = RUNNER.invoke(app(roofline.roofline), [str(recorded), str(picture)])
+    result = RUNNER.invoke(tool_app(roofline.main), [str(recorded), str(picture)])
     assert result.exit_code == 0, result.output
     assert imread(picture).shape[1] > 1000
     empty = tmp_path / "empty.json"
     empty.write_text(json.dumps({"cases": {}, "environment": {}}))
-    assert RUNNER.invoke(app(roofline.roofline), [str(empty), str(picture)]).exit_code == 2
+    assert RUNNER.invoke(tool_app(roofline.main), [str(empty), str(picture)]).exit_code == 2

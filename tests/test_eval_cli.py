@@ -22,8 +22,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import eval as evaluator
-from bench import cli, tables
-from bench.fuzz import InstantWorker
+from bench import cli, console, tables
+from bench.fuzz_targets import InstantWorker
+from bench.measure import time_summary
+from bench.options import DEFAULT_SEED, choose_cases, parse_case_word
 from eval import Worker
 from task import BENCHMARKS, TESTS
 from tests.eval_stand_ins import EVERY_SECOND_TOKEN, EXACT, REPLAY, ROOT, ZEROS, case_line, run_person
@@ -68,8 +70,22 @@ def test_own_submission_passes_and_names_its_arm(tmp_path):
 def test_backend_reaches_the_submission():
     done = run_here("test", "--case", "2x256", "--backend", "torch_bmm")
     assert done.exit_code == 0 and "torch_bmm" in done.stdout
-    done = run_here("test", "--case", "2x256", "--backend", "no_such_arm")
-    assert done.exit_code == 112 and "got 'no_such_arm'" in done.stdout
+
+
+@pytest.mark.parametrize("given", [["--backend", "no_such_arm"], []])
+def test_an_arm_that_the_submission_does_not_list_is_wrong_usage(monkeypatch, given):
+    monkeypatch.setenv("MLA_BACKEND", "no_such_arm")
+    done = run_here("test", "--case", "2x256", *given)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert all(word in done.stderr for word in ("--backend", "MLA_BACKEND", "torch_bmm", "no_such_arm"))
+
+
+@pytest.mark.parametrize(
+    ("more", "code"), [("", 0), ("ARMS = {'mine': 1}", 2), ("ARMS = {'other': 1}", 0), ("ARMS = 3", 0), ("1 / 0", 112)]
+)
+def test_another_submission_has_its_own_arms_or_none(tmp_path, more, code):
+    path = write(tmp_path, EXACT + more + "\n")
+    assert run_here("test", "--case", "1x1024", "--backend", "other", "--submission", path).exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -390,11 +406,11 @@ def test_a_reader_that_leaves_ends_the_run_with_the_results_so_far(tmp_path):
     assert trace.read_text() == "x"
 
 
-@pytest.mark.parametrize("command", ["lint", "--help"])
-def test_short_commands_take_a_broken_pipe_calmly(command):
-    process = start(command)
+@pytest.mark.parametrize("words", [["lint"], ["--help"], ["test", "--help"], []])
+def test_short_commands_take_a_broken_pipe_calmly(words):
+    process = start(*words)
     process.stdout.close()
-    assert process.wait(timeout=60) in (1, 141) and process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141 and process.stderr.read() == ""
 
 
 def test_a_full_disk_under_standard_output_is_one_line():
@@ -531,6 +547,14 @@ def test_profile_prints_operations_and_writes_a_trace(tmp_path):
     assert all(span["dur"] >= 0 and span["ts"] > 0 and "pid" in span and "tid" in span for span in spans)
 
 
+def test_the_profilers_probes_stay_off_the_terminal_and_its_errors_do_not(tmp_path, capfd):
+    done = run_person("profile", "--case", "1x16", "--trace", tmp_path)
+    assert done.returncode == 0 and "USDT" not in done.stderr
+    with evaluator._without_probes():
+        os.write(2, b"USDT:2026 profiler_start\nERROR:2026 USDT: no device\n")
+    assert capfd.readouterr().err == "ERROR:2026 USDT: no device\n"
+
+
 def test_a_gpus_profile_is_of_kernels_by_device_time(tmp_path, monkeypatch):
     from torch.autograd import DeviceType
 
@@ -544,10 +568,14 @@ def test_a_gpus_profile_is_of_kernels_by_device_time(tmp_path, monkeypatch):
         def table(self, sort_by, row_limit):
             return sort_by
 
-    class Profile(contextlib.nullcontext):
+    class Profile:
         def __init__(self, activities):
-            super().__init__(self)
             assert torch.profiler.ProfilerActivity.CUDA in activities
+
+        def start(self):
+            pass
+
+        stop = start
 
         def export_chrome_trace(self, path):
             Path(path).touch()
@@ -660,23 +688,23 @@ def test_case_file_by_hand(tmp_path):
 
 
 def test_official_cases_are_the_default():
-    assert [case.args for case in cli.choose_cases("test", None, None)] == TESTS
-    assert [case.args for case in cli.choose_cases("benchmark", None, None)] == BENCHMARKS
+    assert [case.args for case in choose_cases("test", None, None)] == TESTS
+    assert [case.args for case in choose_cases("benchmark", None, None)] == BENCHMARKS
 
 
 def test_case_words_take_the_official_seed_of_their_shape():
-    case = cli.parse_case_word("32x8192", [*BENCHMARKS, *TESTS])
+    case = parse_case_word("32x8192", [*BENCHMARKS, *TESTS])
     assert case.args == {"batchsize": 32, "qseqlen": 1, "kvseqlen": 8192, "seed": 5415}
-    case = cli.parse_case_word("3x5x2", BENCHMARKS)
-    assert case.args == {"batchsize": 3, "qseqlen": 2, "kvseqlen": 5, "seed": cli.DEFAULT_SEED}
+    case = parse_case_word("3x5x2", BENCHMARKS)
+    assert case.args == {"batchsize": 3, "qseqlen": 2, "kvseqlen": 5, "seed": DEFAULT_SEED}
     with pytest.raises(typer.BadParameter):
-        cli.parse_case_word("32x", BENCHMARKS)
+        parse_case_word("32x", BENCHMARKS)
 
 
 def test_percentiles():
-    summary = cli.time_summary([1e3 * time_us for time_us in range(11)])
+    summary = time_summary([1e3 * time_us for time_us in range(11)])
     assert summary == {"runs": 11, "median_us": 5, "mean_us": 5, "p20_us": 2, "p80_us": 8}
-    assert cli.time_summary([7e3])["p80_us"] == 7
+    assert time_summary([7e3])["p80_us"] == 7
 
 
 def test_every_command_teaches_by_examples_that_parse(tmp_path, monkeypatch):
@@ -696,15 +724,23 @@ def test_every_command_teaches_by_examples_that_parse(tmp_path, monkeypatch):
             assert re.search(rf"python eval\.py {example} +{re.escape(purpose)}", shown), "on one line of 80 columns"
             context = group.commands[words[0]].make_context(words[0], words[1:])
             if words[0] != "lint":
-                assert cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+                assert choose_cases(words[0], context.params["case"], context.params["cases"])
+
+
+def test_help_lists_every_exit_code():
+    codes = {value for module in (evaluator, console) for name, value in vars(module).items() if name[:5] == "EXIT_"}
+    assert {0, 1, 2, 111, 112, 113, 130, 141} == codes
+    shown = run_here("--help").stdout.partition("Exit codes: ")[2]
+    assert {int(code) for code in re.findall(r"(?:^|, )(\d+) ", " ".join(shown.split()))} == codes
 
 
 def test_the_parent_needs_no_torch_and_a_missing_extra_is_named():
-    code = "import sys; sys.modules['torch'] = None; import eval; from bench.cli import choose_cases; "
+    code = "import sys; sys.modules['torch'] = None; import eval; from bench.options import choose_cases; "
     code += "choose_cases('test', None, None); eval.main(['--help'])"
     env = {name: value for name, value in os.environ.items() if name != "POPCORN_FD"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "benchmark" in done.stdout
-    code = "import sys; sys.modules['typer'] = None; import eval; sys.exit(eval.main(['test']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install -e '.[cli]'" in done.stderr
+    for package, words, extra in (("typer", ["test"], "cli"), ("matplotlib", ["benchmark", "--plot", "x.png"], "plot")):
+        code = f"import sys; sys.modules[{package!r}] = None; import eval; sys.exit(eval.main({words}))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 2 and f"pip install -e '.[{extra}]'" in done.stderr and done.stderr.count("\n") == 1

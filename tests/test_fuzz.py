@@ -4,12 +4,12 @@ import pytest
 
 import eval as evaluator
 import submission
-from bench import cli, fuzz
+from bench import cli, fuzz, fuzz_targets, options
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("case files", 300), ("command line", 150), ("custom_kernel", 150)])
 def test_random_inputs_are_served_or_refused(name, inputs):
-    outcome = fuzz.fuzz_target(fuzz.TARGETS[name], inputs, seed=1)
+    outcome = fuzz.fuzz_target(fuzz_targets.TARGETS[name], inputs, seed=1)
     assert outcome.error is None, f"{outcome.failing!r}: {outcome.error!r}"
     assert outcome.tried == inputs
 
@@ -37,7 +37,7 @@ def read_rows_as_if_they_followed_each_other(data, custom_kernel=submission.cust
 
 FAULTS = {
     "case file parser": ("case files", evaluator, "_case_value", let_zero_pass),
-    "foreign error of an option": ("command line", cli, "parse_case_word", raise_a_foreign_error),
+    "foreign error of an option": ("command line", options, "parse_case_word", raise_a_foreign_error),
     "no reason": ("command line", cli, "choose_cases", exit_quietly),
     "foreign error": ("custom_kernel", submission, "check_arguments", raise_a_foreign_error),
     "no check": ("custom_kernel", submission, "check_arguments", lambda data: None),
@@ -50,7 +50,7 @@ FAULTS = {
 def test_planted_faults_are_found_and_shown_small(name, monkeypatch):
     target, owner, attribute, fault = FAULTS[name]
     monkeypatch.setattr(owner, attribute, fault)
-    outcome = fuzz.fuzz_target(fuzz.TARGETS[target], 400, seed=1)
+    outcome = fuzz.fuzz_target(fuzz_targets.TARGETS[target], 400, seed=1)
     assert outcome.error is not None
     assert len(repr(outcome.failing)) < 150
 
@@ -59,12 +59,12 @@ def test_the_command_counts_its_inputs_and_fails_with_the_smallest_one(monkeypat
     def refuse_seven(given):
         assert given < 7
 
-    small = fuzz.Target(fuzz.st.integers(0, 1000), refuse_seven, 0.5)
-    good = fuzz.Target(fuzz.st.integers(0, 10**9), lambda given: None, 0.5)
-    monkeypatch.setattr(fuzz, "TARGETS", {"small": small, "good": good})
+    small = fuzz_targets.Target(fuzz_targets.st.integers(0, 1000), refuse_seven, 0.5)
+    good = fuzz_targets.Target(fuzz_targets.st.integers(0, 10**9), lambda given: None, 0.5)
+    monkeypatch.setattr(fuzz_targets, "TARGETS", {"small": small, "good": good})
     with pytest.raises(fuzz.typer.Exit) as end:
-        fuzz.fuzz(inputs=100, seed=5)
+        fuzz.main(inputs=100, seed=5)
     shown = capsys.readouterr().out
-    assert end.value.exit_code == 1
+    assert end.value.exit_code == 112
     assert "FAIL small: " in shown and "smallest failing input: 7\n" in shown
     assert "│ good   │ 50 " in shown and "seed 5" in shown

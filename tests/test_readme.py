@@ -11,7 +11,7 @@ import torch
 import typer
 
 import submission
-from bench import cli
+from bench import cli, options
 from bench.file_rules import submit_command
 from tests.eval_stand_ins import ROOT
 
@@ -81,7 +81,7 @@ def test_eval_command_parses(line, monkeypatch, tmp_path):
     command = typer.main.get_command(cli.app).commands[words[0]]
     context = command.make_context(words[0], words[1:])
     if "case" in context.params:
-        cases = cli.choose_cases(words[0], context.params["case"], context.params["cases"])
+        cases = options.choose_cases(words[0], context.params["case"], context.params["cases"])
         assert cases
         if backend := context.params["backend"]:
             for args in (case.args for case in cases):

@@ -11,7 +11,7 @@ import torch
 
 import reference
 import submission
-from bench.cli import case_label
+from bench.options import case_label
 from task import BENCHMARKS
 
 from ..aiter_model import BF16, BLOCK, D_QK, FP8, AiterModel, call_of, standing_in

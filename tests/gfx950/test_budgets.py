@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import submission
 from bench import gfx950
+from bench.console import tool_app
 from bench.gfx950 import (
     STRANGERS,
     candidates,
@@ -178,7 +179,7 @@ def test_main_loop_is_the_longest_and_masks_are_told_apart():
 def test_report(tmp_path):
     pytest.importorskip("matplotlib", reason="requires matplotlib")
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
-    result = CliRunner().invoke(gfx950.app, ["--json", str(figures), "--plot", str(plot)])
+    result = CliRunner().invoke(tool_app(gfx950.main), ["--json", str(figures), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert "PREDICTION" in result.output and "never run on a card" in result.output
     data = json.loads(figures.read_text())
@@ -207,14 +208,14 @@ def test_changes_of_another_triton_are_listed():
 def test_a_triton_that_cannot_compile_is_reported_not_an_error(tmp_path):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('too new')")
-    result = CliRunner().invoke(gfx950.app, ["--against", str(tmp_path)])
+    result = CliRunner().invoke(tool_app(gfx950.main), ["--against", str(tmp_path)])
     assert result.exit_code == 0
     assert "cannot compile the kernel: ImportError: too new" in result.output
 
 
 @pytest.mark.parametrize("option", ["--against", "--mca"])
 def test_what_to_compare_with_must_exist(option, tmp_path):
-    result = CliRunner().invoke(gfx950.app, [option, str(tmp_path)])
+    result = CliRunner().invoke(tool_app(gfx950.main), [option, str(tmp_path)])
     assert result.exit_code == 2 and "expected a" in result.output
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import reference
 import submission
 from bench import gfx950, mxfp4_gfx950
+from bench.console import tool_app
 from bench.gfx950 import resources
 from submission import LOG2E, Config
 from task import BENCHMARKS
@@ -309,9 +310,7 @@ def test_predicted_beside_fp8():
 
 
 def test_report():
-    app = mxfp4_gfx950.typer.Typer()
-    app.command()(mxfp4_gfx950.main)
-    result = CliRunner().invoke(app)
+    result = CliRunner().invoke(tool_app(mxfp4_gfx950.main))
     assert result.exit_code == 0, result.output
     assert "never run on a card" in result.output
     assert all("{batchsize}x{kvseqlen}".format(**case) in result.output for case in BENCHMARKS)
