@@ -36,25 +36,26 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise, takewhile
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+# What decorates kernels of a package that is missing; to mypy all kernels, which are not Python.
+from typing import no_type_check as _gluon_builtin
+from typing import no_type_check as _gluon_constexpr
+from typing import no_type_check as _gluon_jit
+from typing import no_type_check as _jit
 
 import torch
-
-
-def _uncalled(fn):
-    """Stands in for the decorators of a package that is not installed: kernels stay plain functions."""
-    return fn
-
 
 try:
     import triton
     import triton.language as tl
+
+    _jit = triton.jit
 except ImportError:
     triton = None
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language._core import builtin as _gluon_builtin
     from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna4
     from triton.experimental.gluon.language.nvidia.ampere import async_copy
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -66,15 +67,9 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    _gluon_constexpr = gluon.constexpr_function
+    _gluon_jit, _gluon_constexpr, _gluon_builtin = gluon.jit, gluon.constexpr_function, gl._core.builtin
 except ImportError:
-    gluon, _gluon_constexpr, _gluon_builtin = None, _uncalled, _uncalled
-if TYPE_CHECKING:  # which leaves kernels alone: they are not Python
-    from typing import no_type_check as _gluon_jit
-    from typing import no_type_check as _jit
-else:
-    _jit = triton.jit if triton else _uncalled
-    _gluon_jit = gluon.jit if gluon else _uncalled
+    gluon = None
 
 H_Q = 16  # query heads
 D_V = 512  # value dims: the latent part of a cache row
@@ -1408,9 +1403,8 @@ def problem_of(data: tuple) -> Problem:
     q, kv_data, qo_indptr, kv_indptr, config = data
     bf16, (fp8, fp8_scale), (mxfp4, scales) = _caches(kv_data)
     values = _config_values(config)
-    b, s_q, s_kv, sm_scale, *_ = values
+    b, s_q, s_kv, sm_scale, *dims = values
     total_kv, width = bf16.shape[0], scales.shape[-1]
-    mean = divmod(total_kv, b)
     layouts = [
         (x.dtype, x.device, x.stride(), x.requires_grad and torch.is_grad_enabled())
         for x in (q, qo_indptr, kv_indptr, fp8_scale, bf16, fp8, mxfp4, scales)
@@ -1419,7 +1413,7 @@ def problem_of(data: tuple) -> Problem:
     bits = q.data_ptr() | 2 * (stride_q_t | stride_q_h)
     words = width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
     return Problem(
-        q.device, b, s_q, s_kv, sm_scale, mean == (s_kv, 0), total_kv == 0,
+        q.device, b, s_q, s_kv, sm_scale, total_kv == b * s_kv, total_kv == 0,
         (bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
         words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
         q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
@@ -1428,8 +1422,8 @@ def problem_of(data: tuple) -> Problem:
             *[x.shape for x in (q, qo_indptr, kv_indptr, fp8_scale)],
             *[x.shape[1:] for x in (bf16, fp8, mxfp4, scales)],
             fp8.shape[0] == mxfp4.shape[0] == total_kv <= scales.shape[0],
-            mean <= (s_kv, 0),
-            values,
+            total_kv <= b * s_kv,
+            *dims,
             *map(type, values),
             os.environ.get("MLA_BACKEND"),
             os.environ.get("MLA_KV"),
@@ -1445,10 +1439,11 @@ _SCRATCH: dict[tuple, Any] = {}
 
 def _scratch(key: tuple, make: Callable[[], Any]) -> Any:
     """What `make` made when `key` was new; never inference tensors, which nothing outside that mode could write to."""
-    if key not in _SCRATCH:
+    kept = _SCRATCH.get(key)
+    if kept is None:
         with torch.inference_mode(False):
-            _SCRATCH[key] = make()
-    return _SCRATCH[key]
+            kept = _SCRATCH.setdefault(key, make())
+    return kept
 
 
 def _buffer(
@@ -1478,26 +1473,26 @@ def _split_k(
     merges: a Gluon kernel, which takes tickets and may combine by itself, its grid the other way round.
     """
     q, _, _, kv_indptr, _ = data
-    splits, kv_scale, out = config.splits, cache[-1], _output(problem)
-    part = lse = out
+    total_q, splits, kv_scale = problem.total_q, config.splits, cache[-1]
+    out = part = lse = _output(problem)
     part_dtype = torch.float16
     if kv_scale.dtype is not torch.float32:  # values that carry their scales may exceed fp16's range
         kv_scale, part_dtype = _unit_scale(q.device), torch.float32
     if splits > 1:  # normalised partial outputs and their log2-sum-exps
-        shape = (problem.total_q, splits, H_Q)
+        shape = (total_q, splits, H_Q)
         part = _buffer("part", (*shape, D_V), part_dtype, q.device)
         lse = _buffer("lse", shape, torch.float32, q.device)
-    grid: tuple = (splits, problem.total_q)
-    ticket: tuple = ()
+    options.setdefault("num_warps", config.num_warps)
     one_launch = merges and config.one_launch and splits > 1
+    grid, tickets = (splits, total_q), []
     if merges:
-        grid, ticket = grid[::-1], (kv_indptr,)
+        grid, tickets = (total_q, splits), [kv_indptr]
         options["ONE_LAUNCH"] = one_launch
     if one_launch:  # zeros, which every launch leaves so
-        ticket = (_buffer("tickets", (problem.total_q,), torch.int32, q.device, torch.zeros),)
+        tickets = [_buffer("tickets", (total_q,), torch.int32, q.device, torch.zeros)]
     kernel[grid](
-        q, *cache, kv_indptr, out, part, lse, *ticket, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
-        q.stride(1), *strides, SPLITS=splits, **{"num_warps": config.num_warps} | options,
+        q, *cache, kv_indptr, out, part, lse, *tickets, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
+        q.stride(1), *strides, SPLITS=splits, **options,
     )  # fmt: skip
     if splits > 1 and not one_launch:
         # On CUDA its start-up overlaps the end of the decode.
@@ -2252,13 +2247,14 @@ def custom_kernel(data: tuple) -> torch.Tensor:
     except Exception:
         check_arguments(data)
         raise
-    if problem.device.type == "cuda" and problem.device.index != torch.cuda.current_device():
+    on_gpu = data[0].is_cuda
+    if on_gpu and problem.device.index != torch.cuda.current_device():
         with torch.cuda.device(problem.device):
             return custom_kernel(data)
     if config is None:
         with _LOCK:
             config = _PLANS.get(problem) or _PLANS.setdefault(problem, _first_call(data, problem))
-    elif problem.device.type != "cuda":
+    elif not on_gpu:
         check_arguments(data)
     _last = config
     return ARMS[config.arm].run(data, problem, config)
