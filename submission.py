@@ -1138,12 +1138,9 @@ def _target(device: torch.device) -> Target:
     if device.type != "cuda":
         return Target("cpu")
     properties = torch.cuda.get_device_properties(device)
-    name = "gpu"
-    if getattr(properties, "gcnArchName", "").startswith("gfx950"):
-        name = "gfx950"
-    elif torch.version.cuda and (properties.major, properties.minor) == (9, 0):
-        name = "sm90"
-    return Target(name, properties.multi_processor_count)
+    gfx950 = getattr(properties, "gcnArchName", "").startswith("gfx950")
+    sm90 = torch.version.cuda and (properties.major, properties.minor) == (9, 0)
+    return Target("gfx950" if gfx950 else "sm90" if sm90 else "gpu", properties.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -1158,8 +1155,8 @@ class Config:
     one_launch: bool = False
 
 
-# The name of a target, a batch size and a KV length (None: any), and the configurations there, best first.
-Row = tuple[str, "int | None", "int | None", tuple[Config, ...]]
+# A target's name, a batch size and a KV length (None: any); the configurations there, best first.
+Row = tuple[str, int | None, int | None, tuple[Config, ...]]
 
 _TRITON, _CHUNKED = Config("triton_fp8"), Config("torch_chunked", splits=1)
 _GPU = (_TRITON, Config("torch_bmm", splits=1), _CHUNKED)
@@ -1259,26 +1256,24 @@ def select_config(
     kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
     tokens or MXFP4_MIN_BATCH sequences. arm: its first configuration alone, of whatever cache, or the default one.
     """
-    shape = [target.name, batch_size, kv_seq_len]
-    matching = (configs for name, b, s_kv, configs in TABLE if [name, b or batch_size, s_kv or kv_seq_len] == shape)
-    configs = next(matching, ())
+    shape = (target.name, batch_size, kv_seq_len)
+    found = (configs for name, b, s_kv, configs in TABLE if (name, b or batch_size, s_kv or kv_seq_len) == shape)
+    configs = next(found, ())
     _expect(bool(configs), "target", f"one of {sorted({name for name, *_ in TABLE})}", repr(target.name))
     if kv == "mxfp4" or arm:
         configs += (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
     if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
         kv = "fp8"
     if arm:
-        configs = (next((config for config in configs if config.arm == arm), Config(arm)),)
+        configs = (next((c for c in configs if c.arm == arm), Config(arm)),)
     elif kv != "auto":
-        configs = tuple(config for config in configs if (ARMS[config.arm].kv == "mxfp4") == (kv == "mxfp4"))
-    # Triton's interpreter, the one way to run some of them without a GPU, runs one program at a time.
-    rows, num_cu = batch_size * q_seq_len, target.num_cu or 1
-
-    def split(config: Config) -> Config:
-        splits = choose_splits(rows, kv_seq_len, config.block_n, num_cu, config.programs_per_cu)
-        return replace(config, splits=config.splits or splits)
-
-    return tuple(map(split, dict.fromkeys(configs)))
+        configs = tuple(c for c in configs if (ARMS[c.arm].kv == "mxfp4") == (kv == "mxfp4"))
+    rows = batch_size * q_seq_len
+    num_cu = target.num_cu or 1  # of a CPU, for Triton's interpreter, which runs one program at a time
+    return tuple(
+        replace(c, splits=c.splits or choose_splits(rows, kv_seq_len, c.block_n, num_cu, c.programs_per_cu))
+        for c in dict.fromkeys(configs)
+    )
 
 
 # ---- arguments ----
@@ -1323,10 +1318,10 @@ def check_arguments(data: Any) -> None:
     b, s_q, s_kv = (config[key] for key in SIZES)
     for key in ("fp8", "mxfp4"):
         _check_tuple(f"kv_data[{key!r}]", kv_data[key], "values", "scales")
-    bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = (kv_data[key] for key in CACHE_NAMES)
-    _check_tensor("q", q, (b * s_q, H_Q, D_QK), torch.bfloat16)
+    bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = _caches(kv_data)
+    check = partial(_check_tensor, getattr(q, "device", None))
+    check("q", q, (b * s_q, H_Q, D_QK), torch.bfloat16)
     _expect(q.device.type != "meta", "q", "a tensor that holds values", "one on the meta device")
-    check = partial(_check_tensor, device=q.device)
     check("kv_data['bf16']", bf16, (None, 1, D_QK), torch.bfloat16)
     total_kv = bf16.shape[0]
     _expect(total_kv <= b * s_kv, "config['kv_seq_len']", f"at least the mean of {total_kv} tokens / {b}", s_kv)
@@ -1340,7 +1335,10 @@ def check_arguments(data: Any) -> None:
     ):  # fmt: skip
         check(name, x, (b + 1,), torch.int32)
         if q.device.type == "cpu":
-            _check_indptr(name, x.tolist(), total, least, most)
+            first, *_, last = rows = x.tolist()
+            _expect((first, last) == (0, total), name, f"to go from 0 to {total}", f"{first} to {last}")
+            for i, (start, end) in enumerate(pairwise(rows)):
+                _expect(least <= end - start <= most, name, f"steps of {least} to {most}", f"{end - start} at {i}")
 
 
 def _check_tuple(name: str, value: Any, *items: str) -> None:
@@ -1350,13 +1348,12 @@ def _check_tuple(name: str, value: Any, *items: str) -> None:
 
 
 def _check_tensor(
-    name: str, x: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, device: torch.device | None = None,
-    padded: bool = False,
-) -> None:  # fmt: skip
+    device: Any, name: str, x: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, padded: bool = False
+) -> None:
     """`shape`: None is any size; the sizes are the least when `padded`."""
     _expect(isinstance(x, torch.Tensor), name, "a torch.Tensor", type(x).__name__, TypeError)
     _expect(x.dtype in dtypes, name, f"dtype {' or '.join(map(str, dtypes))}", x.dtype, TypeError)
-    _expect(device in (None, x.device), name, f"device {device} (that of q)", x.device)
+    _expect(x.device == device, name, f"device {device} (that of q)", x.device)
     layout = "a nested one" if x.is_nested else x.layout
     _expect(layout is torch.strided, name, "a dense tensor", layout)
     fits = (size is None or n == size or (padded and n > size) for n, size in zip(x.shape, shape, strict=False))
@@ -1367,13 +1364,6 @@ def _check_tensor(
     _expect(not grad, name, "no gradient to be asked for (detach it or use torch.no_grad)", "requires_grad=True")
 
 
-def _check_indptr(name: str, indptr: list[int], total: int, least: int, most: int) -> None:
-    ends = (indptr[0], indptr[-1])
-    _expect(ends == (0, total), name, f"to go from 0 to {total}", f"{ends[0]} to {ends[1]}")
-    for i, (start, end) in enumerate(pairwise(indptr)):
-        _expect(least <= end - start <= most, name, f"steps of {least} to {most}", f"{end - start} at {i}")
-
-
 class Problem(NamedTuple):
     """All that a call's checks, the choice of its arm and its buffers depend on, read without touching the device."""
 
@@ -1382,11 +1372,10 @@ class Problem(NamedTuple):
     q_seq_len: int
     kv_seq_len: int
     sm_scale: float
-    # Every sequence has kv_seq_len tokens: as none is longer, that is so when they add up to total_kv.
+    # Every sequence has kv_seq_len > 0 tokens: as none is longer, that is so when they add up to total_kv.
     uniform: bool
-    empty: bool  # no token at all
-    aligned: bool  # addresses and row strides of Q and of the fp8 cache are multiples of 16 bytes
-    packed: bool  # so are those of Q and of the mxfp4 cache; its scales come in whole words
+    aligned: bool  # addresses and row strides of Q and of a non-empty fp8 cache are multiples of 16 bytes
+    packed: bool  # so are those of Q and of a non-empty mxfp4 cache; its scales come in whole words
     contiguous: bool  # Q and the bf16 and fp8 caches
     rest: tuple = ()  # what only the checks and the settings see
 
@@ -1411,10 +1400,10 @@ def problem_of(data: tuple) -> Problem:
     ]
     stride_q_t, stride_q_h, _ = q.stride()
     bits = q.data_ptr() | 2 * (stride_q_t | stride_q_h)
-    words = width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
+    words = total_kv > 0 and width >= 20 and (scales.data_ptr() | scales.stride()[0] | width) % 4 == 0
     return Problem(
-        q.device, b, s_q, s_kv, sm_scale, total_kv == b * s_kv, total_kv == 0,
-        (bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
+        q.device, b, s_q, s_kv, sm_scale, 0 < total_kv == b * s_kv,
+        total_kv > 0 and (bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
         words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
         q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
         (
@@ -1976,16 +1965,16 @@ def _no_gluon(problem: Problem, target: str, cache: str = "fp8") -> str | None:
         return "Triton with Gluon is not installed"
     if _target(problem.device).name != target:
         return f"its kernel is for {target}, not for {_target(problem.device).name}"
-    if problem.empty or not (problem.aligned if cache == "fp8" else problem.packed):
-        words = "" if cache == "fp8" else " (of 4 for the scales, 20 or more to a row)"
-        return f"it needs a non-empty {cache} cache and Q with addresses and row strides of 16 bytes{words}"
+    if not (problem.aligned if cache == "fp8" else problem.packed):
+        words = "addresses and row strides of 16 bytes (4 for mxfp4's scales, 20 or more to a row)"
+        return f"it needs a non-empty {cache} cache and Q with {words}"
     return None
 
 
 def _no_equal_sequences(problem: Problem) -> str | None:
     if problem.q_seq_len != 1:
         return f"it takes one query a sequence, not {problem.q_seq_len}"
-    if not problem.uniform or problem.empty:
+    if not problem.uniform:
         return "it takes sequences of one length, not an empty or ragged batch"
     return None
 
@@ -2009,7 +1998,7 @@ for _name, _mode in AITER_MODES.items():
 
 
 TUNE_SECONDS = 20.0
-TUNE_RUNS = 12
+TUNE_RUNS = 13  # the first, which compiles, counts as a slow one
 TUNE_MARGIN = 0.02
 FLUSH_BYTES = 8 << 30  # some 2 ms, in which the host gets ahead: launching is not to be timed
 GAIN_TOLERANCE = 0.01
@@ -2075,34 +2064,21 @@ def _error(output: torch.Tensor, expected: torch.Tensor, max_error: float) -> fl
     error above `max_error`, one row (query and head) above ROW_FACTOR times that, or a gain (least-squares slope of
     output on expected) off by more than GAIN_TOLERANCE.
     """
-    if output.shape != expected.shape or output.dtype != torch.bfloat16:
-        raise RuntimeError(f"{output.dtype} {tuple(output.shape)} instead of bfloat16 {tuple(expected.shape)}")
+    expect = partial(_expect, error=RuntimeError)
+    ok = output.shape == expected.shape and output.dtype == torch.bfloat16
+    expect(ok, "output", f"torch.bfloat16 {tuple(expected.shape)}", f"{output.dtype} {tuple(output.shape)}")
     finite = expected.isfinite()
     strays = int((output.isfinite() != finite).sum())
-    if strays:
-        raise RuntimeError(f"{strays} elements are NaN or infinite where they should not be, or finite by mistake")
+    expect(strays == 0, "output", "NaN and infinity where they belong", f"{strays} elements otherwise")
     output, expected = (x.double().masked_fill(~finite, 0.0) for x in (output, expected))
-    difference = output - expected
-    norm = expected.norm().item() or 1.0
+    difference, norm = output - expected, expected.norm().item() or 1.0
     error = difference.norm().item() / norm
-    if error > max_error:
-        raise RuntimeError(f"error {error:.1e} is above {max_error:.0e}")
+    expect(error <= max_error, "error", f"at most {max_error:.0e}", f"{error:.1e}")
     rows = (difference.norm(dim=2) > ROW_FACTOR * max_error * expected.norm(dim=2)).nonzero().tolist()
-    if rows:
-        t, h = rows[0]
-        raise RuntimeError(f"error above {ROW_FACTOR * max_error:.0e} at query {t}, head {h} ({len(rows)} such rows)")
+    expect(not rows, "error of a row", f"at most {ROW_FACTOR * max_error:.0e}", f"more at [query, head] {rows[:1]}")
     gain = 1 + (difference * expected).sum().item() / norm**2
-    if abs(gain - 1) > GAIN_TOLERANCE:
-        raise RuntimeError(f"gain {gain:.4f} is not 1 +- {GAIN_TOLERANCE}")
+    expect(abs(gain - 1) <= GAIN_TOLERANCE, "gain", f"1 +- {GAIN_TOLERANCE}", f"{gain:.4f}")
     return error
-
-
-def _flush_buffer(device: torch.device) -> torch.Tensor | None:
-    """Several times any last-level cache, memory permitting; None where there is no GPU."""
-    if device.type != "cuda":
-        return None
-    flush_bytes = min(1 << 30, torch.cuda.mem_get_info(device)[0] // 4)
-    return torch.empty(flush_bytes, dtype=torch.uint8, device=device)
 
 
 def _timed(call: Callable[[], torch.Tensor], flush: torch.Tensor | None) -> tuple[torch.Tensor, float]:
@@ -2131,23 +2107,20 @@ def _spoil(problem: Problem) -> None:
 def _prove(
     data: tuple, problem: Problem, config: Config, expected: torch.Tensor, flush: torch.Tensor | None, runs: int
 ) -> tuple[float, float]:
-    """(error, median time in us) of a configuration, run once and then `runs` times.
+    """(error, median time in us) of a configuration, run `runs` times.
 
     Raises RuntimeError if it is wrong, or differs from one run to the next.
     """
-    arm = ARMS[config.arm]
-    run = partial(arm.run, data, problem, config)
-    _spoil(problem)
-    first = run().clone()
-    error = _error(first, expected, arm.max_error)
-    times_us = []
+    arm, times_us = ARMS[config.arm], []
     for i in range(runs):
         _spoil(problem)
-        output, time_us = _timed(run, flush)
+        output, time_us = _timed(partial(arm.run, data, problem, config), flush)
         times_us.append(time_us)
+        if i == 0:
+            first, error = output.clone(), _error(output, expected, arm.max_error)
         # Compared as bits, so that a NaN that belongs there equals itself.
         if not torch.equal(output.view(torch.int16), first.view(torch.int16)):
-            raise RuntimeError(f"run {i + 2} differs from the first on the same input")
+            raise RuntimeError(f"run {i + 1} differs from the first on the same input")
     return error, sorted(times_us)[runs // 2]
 
 
@@ -2166,8 +2139,11 @@ def _first_call(data: tuple, problem: Problem) -> Config:
     _expect(ok, "MLA_TUNE_SECONDS", "a decimal number of seconds > 0", repr(seconds))
     deadline = time.monotonic() + float(seconds)
     configs = _candidates(problem, backend, kv)
-    runs = TUNE_RUNS if tune and len(configs) > 1 else 1
-    flush = _flush_buffer(problem.device) if runs > 1 else None
+    timed = tune and len(configs) > 1
+    flush = None
+    if timed and problem.device.type == "cuda":  # several times any last-level cache, memory permitting
+        flush_bytes = min(1 << 30, torch.cuda.mem_get_info(problem.device)[0] // 4)
+        flush = torch.empty(flush_bytes, dtype=torch.uint8, device=problem.device)
     attend = cache(partial(_attend_float32, data))
     label = f"{problem.batch_size}x{problem.kv_seq_len}:"
     best, best_us, reasons = None, float("inf"), []
@@ -2186,13 +2162,13 @@ def _first_call(data: tuple, problem: Problem) -> Config:
                 share = within.double().mean().item()
                 if share < MIN_SHARE_WITHIN:
                     raise RuntimeError(f"its cache keeps {share:.2%} of the elements in tolerance")
-            error, time_us = _prove(data, problem, config, attend(arm.kv), flush, runs)
+            error, time_us = _prove(data, problem, config, attend(arm.kv), flush, TUNE_RUNS if timed else 2)
         except Exception as failure:
             reasons.append(f"{name}: {failure}")
             _say(f"{label} dropped {reasons[-1]}")
             continue
         if verbose:
-            _say(f"{label} {name}: error {error:.1e}" + (f", {time_us:.1f} us" if runs > 1 else ""))
+            _say(f"{label} {name}: error {error:.1e}" + (f", {time_us:.1f} us" if timed else ""))
         if time_us < (1 - TUNE_MARGIN) * best_us:
             best, best_us = config, time_us
         if not tune:
