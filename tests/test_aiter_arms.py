@@ -485,7 +485,7 @@ def test_without_a_working_aiter(monkeypatch, tmp_path, source, reason):
 UNFIT = {
     "ragged": ({"uniform": False}, "ragged"),
     "two queries": ({"q_seq_len": 2}, "one query a sequence"),
-"no tokens": ({"kv_seq_len": 0, "uniform": False}, "empty or ragged"),
+    "no tokens": ({"kv_seq_len": 0, "uniform": False}, "empty or ragged"),
     "strided": ({"contiguous": False}, "contiguous"),
     "misaligned": ({"aligned": False}, "multiples of 16 bytes"),
     "4 GiB": ({"batch_size": 911, "kv_seq_len": 8192}, "offsets have 32 bits"),
