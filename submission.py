@@ -1609,8 +1609,8 @@ NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return 
 def _item_fault(length: int, tile: int) -> str | None:
     """Why stage 1 must not be given an item of `length` tokens; tiles of whole 128 tokens are the a8w8 kernel's.
 
-    A tail of 1 to 3 tokens was reported to return NaN. With an even number of whole tiles, not zero, the a8w8 kernel
-    may overlap its last prefetch with the staging of its output.
+    Tails of 1 to 3 tokens were reported to return NaN; after an even number of whole tiles the a8w8 kernel may overlap
+    its last prefetch with the staging of its output.
     """
     if length % 16 in (1, 2, 3):
         return f"an item has {length} tokens, a tail under 4"
@@ -1632,19 +1632,16 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> dict[str,
 
     CU c runs `work_info_set[work_indptr[c] : work_indptr[c + 1]]`. An item is [sequence, partial row or -1 when it
     writes the output itself, q_start, q_end, kv_start, kv_end, tokens of the sequence after kv_end, 0]; KV positions
-    count over the whole batch, ends are exclusive. Rows `reduce_final_map[b]` of the output are combined from the
-    partial rows `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when sequence b is not split.
-    Source: the work-info union and the metadata and reduce kernels of AITER's MLA.
+    count over the whole batch, ends are exclusive. Output rows `reduce_final_map[b]` are combined from the partial rows
+    `reduce_partial_map[reduce_indptr[b] : reduce_indptr[b + 1]]`, none when sequence b is not split. Source: the
+    work-info union and the metadata and reduce kernels of AITER's MLA.
 
     Laid end to end, the sequences are cut at the multiples of 1 / num_cu, each moved down to a multiple of `tile`
-    (itself one of 16) within its sequence. So every CU is within one tile of the mean, its items in order. An item with
-    an `_item_fault` is cut in two, and so is one of a sequence in exactly 16 items. What stays unsafe, 1 to 3 tokens or
-    more items of a sequence than the reduce takes, is for `schedule_fault` to find.
+    (itself one of 16) within its sequence, so every CU is within one tile of the mean. An item with an `_item_fault` is
+    cut in two, as is one of a sequence in exactly 16 items. What cannot be mended is for `schedule_fault` to find.
 
     Worked example, 32 x 8192 on 256 CUs in tiles of 128: 1024 tokens a CU, as items of 1 and 7 tiles, which is 16 items
-    a sequence, so one of 7 tiles becomes two.
-
-    Pure. Raises ValueError when an argument is out of range.
+    a sequence, so one of 7 is cut. Raises ValueError when an argument is out of range.
     """
     _expect(batch >= 1, "batch", "at least 1", batch)
     _expect(kv_len >= 1, "kv_len", "at least 1", kv_len)
@@ -1683,9 +1680,7 @@ def build_schedule(batch: int, kv_len: int, num_cu: int, tile: int) -> dict[str,
     }
 
 
-def schedule_fault(
-    work_indptr: list[int], work_info_set: list[list[int]], batch: int, kv_len: int, tile: int
-) -> str | None:
+def schedule_fault(work_indptr: list, work_info_set: list, batch: int, kv_len: int, tile: int) -> str | None:
     """Why AITER's kernel of such a tile must not be given these lists of `batch` sequences of `kv_len` tokens, or None.
 
     An empty item ends its CU, so later ones are skipped; the reduce takes as many of a sequence as there are CUs.
@@ -1759,10 +1754,10 @@ def _aiter() -> Any:
 
 def _parameters(module: Any, name: str) -> dict[str, bool]:
     """Whether each parameter of an AITER function is required, in order. Compiled ops show them in their schema."""
-    function, overloads = getattr(module, name), getattr(torch.ops.aiter, name, None)
+    overloads = getattr(torch.ops.aiter, name, None)
     if overloads is not None:
         return {x.name: not x.has_default_value() for x in overloads.default._schema.arguments}
-    return {x.name: x.default is x.empty for x in inspect.signature(function).parameters.values()}
+    return {x.name: x.default is x.empty for x in inspect.signature(getattr(module, name)).parameters.values()}
 
 
 def _bind(module: Any, name: str, values: dict[str, Any], *newer: str) -> Callable[..., Any]:
@@ -1829,7 +1824,7 @@ def _aiter_work(problem: Problem, mode: AiterMode, indices: dict[str, torch.Tens
 @cache
 def _cast_keeps_overflow(device: torch.device) -> bool:
     """Whether a copy of bf16 into e4m3 turns what is too large into NaN here, where another device would clip it."""
-    large = torch.tensor([480.0, -480.0, 1e4, -1e4, float("inf")], dtype=torch.bfloat16, device=device)
+    large = torch.tensor([480.0, -1e4, float("inf")], dtype=torch.bfloat16, device=device)
     return bool(torch.empty_like(large, dtype=torch.float8_e4m3fn).copy_(large).float().isnan().all())
 
 
@@ -1840,19 +1835,17 @@ def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | 
     q8 = _buffer("q8", q.shape, torch.float8_e4m3fn, q.device)
     if form == "cast":
         return q8.copy_(q), _unit_scale(q.device)
-    scale = _buffer("scale of q8", (1,), torch.float32, q.device)
     aiter = _aiter()
     if hasattr(aiter.ops.quant, "dynamic_per_tensor_quant"):
+        scale = _buffer("scale of q8", (1,), torch.float32, q.device)
         aiter.ops.quant.dynamic_per_tensor_quant(q8, q, scale)
         return q8, scale
     _say_once("AITER has no dynamic_per_tensor_quant: per_tensor_quant_hip, or else torch, quantises Q")
     if hasattr(aiter, "per_tensor_quant_hip"):
         return aiter.per_tensor_quant_hip(q, quant_dtype=torch.float8_e4m3fn)
-    # As the op does: the largest magnitude becomes 448. All zeros would divide 0 by 0.
-    torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
-    scale.div_(torch.finfo(q8.dtype).max).clamp_(min=torch.finfo(torch.float32).tiny)
-    wide = _buffer("wide q", q.shape, torch.float32, q.device)
-    return q8.copy_(torch.div(q, scale, out=wide)), scale
+    # The largest magnitude becomes 448, as there; all zeros would divide 0 by 0.
+    scale = (q.abs().amax().float() / 448).clamp(min=torch.finfo(torch.float32).tiny).view(1)
+    return q8.copy_(q / scale), scale
 
 
 def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch.Tensor]:
@@ -1911,9 +1904,6 @@ def _no_aiter(problem: Problem, mode: AiterMode) -> str | None:
     Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
     without reading the device: no sequence is longer, so total_kv == batch_size * kv_seq_len exactly when all are
     equal. Other batches are left to this file's kernels, which read kv_indptr on the device.
-
-    Not seen from the host, and so the caller's duty: token 0 of the cache must be finite, because the kernels read it
-    for the missing tokens of an item's last tile.
     """
     target = _target(problem.device).name
     if target != "gfx950":

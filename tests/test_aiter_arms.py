@@ -446,11 +446,10 @@ def test_quantisation_without_the_op(aiter, capsys, small, wrapper):
     out = call(small)
     with Watch() as watch:
         call(small)
+    assert watch.synchronised == []
     assert reference.strict_check(small, out, "fp8").passed
     assert capsys.readouterr().err.count("AITER has no dynamic_per_tensor_quant") == 1
     assert ("per_tensor_quant_hip" in model.ops()) == wrapper
-    if not wrapper:
-        assert watch.allocated == [] and watch.synchronised == []
 
 
 def test_torch_quantisation_of_zeros(aiter, small):
@@ -597,7 +596,7 @@ def test_probe_tells_a_clipping_cast(monkeypatch, clip):
 
 @pytest.mark.parametrize("kv_len, poisoned", [(520, True), (256, False)])
 def test_token_0_that_is_not_finite_poisons_other_sequences_through_tails(aiter, kv_len, poisoned):
-    """What `_no_aiter` documents: not visible from the host."""
+    """What `custom_kernel` documents: not visible from the host."""
     aiter()
     data = reference.generate_input(3, 1, kv_len, seed=7)
     data[1]["fp8"][0].view(torch.uint8)[0] = 0x7F

@@ -170,22 +170,32 @@ def test_library_rules_reproduce_what_it_leaves_idle(batch, kv_len):
     assert even is None if kv_len == 1024 and batch < 64 else "an even number of 128-token tiles" in even
 
 
-def _edit(schedule: Schedule, index: int, field: int, value: int) -> Schedule:
+def _edit(schedule: Schedule, index: int, *changes: tuple[int, int]) -> Schedule:
+    """With these (field, value) in one item."""
     items = [[*item] for item in schedule["work_info_set"]]
-    items[index][field] = value
+    for field, value in changes:
+        items[index][field] = value
     return schedule | {"work_info_set": items}
 
 
 GOOD = build_schedule(4, 1024, 256, 32)  # 32 items of 32 tokens a sequence
+WHOLE = build_schedule(256, 1024, 256, 32)
 FAULTS = {
-    "gap": (_edit(GOOD, 3, 4, 100), "do not cover"),
-    "overlap": (_edit(GOOD, 3, 4, 80), "do not cover"),
-    "empty item": (_edit(GOOD, 3, 5, 96), "tokens 96 to 96"),
-    "reversed item": (_edit(GOOD, 3, 5, 64), "tokens 96 to 64"),
-    "wrong query": (_edit(GOOD, 3, 2, 1), "queries 1 to 1"),
-    "wrong rest": (_edit(GOOD, 3, 6, -1), "tokens 96 to 128, then -1"),
-    "tail of one": (_edit(_edit(_edit(GOOD, 3, 5, 113), 3, 6, 911), 4, 4, 113), "17 tokens, a tail under 4"),
-    "direct write of a part": (_edit(GOOD, 3, 1, -1), "partial row -1"),
+    "gap": (_edit(GOOD, 3, (4, 100)), "do not cover"),
+    "overlap": (_edit(GOOD, 3, (4, 80)), "do not cover"),
+    "left out": (GOOD | {"work_indptr": [0] * 256 + [127]}, "do not cover"),
+    "empty item": (_edit(GOOD, 3, (5, 96), (6, 928)), "tokens 96 to 96"),
+    "reversed item": (_edit(GOOD, 3, (5, 64), (6, 960)), "tokens 96 to 64"),
+    "wrong query": (_edit(GOOD, 3, (2, 1)), "queries 1 to 1"),
+    "wrong sequence": (
+        _edit(GOOD, 3, (0, 1), (2, 1), (3, 2), (6, 1920)),
+        "sequence 1 has queries 1 to 2, tokens 96 to",
+    ),
+    "wrong rest": (_edit(GOOD, 3, (6, -1)), "tokens 96 to 128, then -1"),
+    "past its sequence": (_edit(_edit(GOOD, 31, (5, 1040), (6, -16)), 32, (4, 1040)), "tokens 992 to 1040, then -16"),
+    "tail of one": (_edit(_edit(GOOD, 3, (5, 113), (6, 911)), 4, (4, 113)), "17 tokens, a tail under 4"),
+    "direct write of a part": (_edit(GOOD, 3, (1, -1)), "in 32 items, one with the partial row -1"),
+    "partial row of a whole": (_edit(WHOLE, 3, (1, 0)), "in 1 items, one with the partial row 0"),
     "16 splits": (intra_batch_schedule(16, 16 * 196, max_split=16), "is in 16 items"),
     "falling pointers": (GOOD | {"work_indptr": [1, *GOOD["work_indptr"][1:]]}, "does not rise"),
 }
