@@ -234,6 +234,7 @@ def test_steady_state_call(aiter, keep_overflow, unproven, monkeypatch, arm, cas
     assert (stage1["q_scale"] is not None) == fp8_q
     assert (stage1["kv_scale"] is not None) == (mode.kv == "fp8")
     assert stage1["output"].data_ptr() == out.data_ptr()
+    assert stage1["splitData"].numel() > 0  # an empty buffer is a null pointer
     if QUANT in values:
         assert values[QUANT]["input"] is data[0]
         assert same_tensors((values[QUANT]["out"], values[QUANT]["scale"]), (stage1["Q"], stage1["q_scale"]))
