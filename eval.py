@@ -64,7 +64,7 @@ class CaseFileError(ValueError):
 class TestCase:
     """Keyword arguments of `reference.generate_input`, and the text they came from."""
 
-    args: dict[str, Any]
+    args: dict[str, int]
     spec: str
 
     __test__ = False  # pytest would collect the class by its name
@@ -129,7 +129,7 @@ def _case_value(name: str, word: str) -> int:
     return value
 
 
-def parse_case(line: str, secret_seed: int | None = None) -> TestCase:
+def parse_case(line: str, secret_seed: int | None = None) -> dict[str, int]:
     """Parse `name: value; name: value`, each key of CASE_RANGES once; the seed is combined with `secret_seed`.
 
     Raises CaseFileError naming the part that does not fit.
@@ -154,7 +154,7 @@ def parse_case(line: str, secret_seed: int | None = None) -> TestCase:
         if combined > largest:
             raise CaseFileError(f"seed: expected at most {largest} combined with POPCORN_SEED, got {combined}")
         args["seed"] = combined
-    return TestCase(args, line)
+    return args
 
 
 def read_case_file(path: str | os.PathLike[str], secret_seed: int | None = None) -> list[TestCase]:
@@ -171,7 +171,7 @@ def read_case_file(path: str | os.PathLike[str], secret_seed: int | None = None)
     cases = []
     for number, line in enumerate(lines, 1):
         try:
-            cases.append(parse_case(line, secret_seed))
+            cases.append(TestCase(parse_case(line, secret_seed), line))
         except CaseFileError as error:
             raise CaseFileError(f"case file {str(path)!r}, line {number}: {error}") from error
     return cases
@@ -295,20 +295,15 @@ class ColdTimer:
         self.flush_bytes = FLUSH_LLC_MULTIPLE * self.llc_bytes
         if self.on_gpu:
             self.flush_bytes = min(self.flush_bytes, torch.cuda.mem_get_info()[0] // 4)
-        self._passes = max(1, FLUSH_GPU_BYTES // self.flush_bytes) if self.on_gpu else 1
+        self.flush_passes = max(1, FLUSH_GPU_BYTES // self.flush_bytes) if self.on_gpu else 1
         self._scratch = torch.empty(self.flush_bytes // 4, device="cuda" if self.on_gpu else "cpu")
-
-    def describe(self) -> str:
-        how = "GPU events around the call" if self.on_gpu else "host clock around the call"
-        drawn = f"{self._passes} x {self.flush_bytes >> 20} MiB written before each call"
-        return f"{how}; cold cache: {drawn}, {self.llc_source} {self.llc_bytes >> 20} MiB"
 
     def synchronize(self) -> None:
         if self.on_gpu:
             self._torch.cuda.synchronize()
 
     def flush(self) -> None:
-        for _ in range(self._passes):
+        for _ in range(self.flush_passes):
             if self.on_gpu:
                 self._scratch.normal_()
             else:

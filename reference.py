@@ -567,8 +567,9 @@ def _groupings(batch: int) -> dict[str, Callable]:
     }
 
 
-def _relative_error(x: torch.Tensor, ref: torch.Tensor) -> float:
-    return _ratio((x - ref).norm(), ref.norm()).item()
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 error of tensors of one shape, `expected` in float64; 0 where both are zero."""
+    return _ratio((output.double() - expected).norm(), expected.norm()).item()
 
 
 @dataclass(frozen=True)
@@ -735,7 +736,7 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
     candidates = FORMATS if kv is None else dict.fromkeys((kv, "bf16"))
     attended = {name: _attend(q, data, name) for name in candidates}
     if kv is None:
-        kv = min(FORMATS, key=lambda name: _relative_error(x, attended[name][0]))
+        kv = min(FORMATS, key=lambda name: relative_error(x, attended[name][0]))
     out, lse = attended[kv]
     exact = attended["bf16"][0]
 
@@ -743,13 +744,13 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
     groupings = _groupings(data[4]["batch_size"])
     failures = []
 
-    kernel_error = _relative_error(x, out)
+    kernel_error = relative_error(x, out)
     kernel_bound = model.error_bound(groupings["all rows"]).item()
     if not kernel_error <= kernel_bound:
         failures.append(f"kernel error {kernel_error:.2e} > {kernel_bound:.2e}")
 
-    own_error = _relative_error(out, exact)
-    end_to_end_error = _relative_error(x, exact)
+    own_error = relative_error(out, exact)
+    end_to_end_error = relative_error(x, exact)
     end_to_end_bound = math.hypot(OWN_ERROR_MULTIPLE * own_error, kernel_bound)
     if not end_to_end_error <= end_to_end_bound:
         failures.append(f"end-to-end error {end_to_end_error:.2e} > {end_to_end_bound:.2e}")

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from bench.console import EXIT_BROKEN_PIPE, EXIT_UNWRITTEN, make_console, nobody
 from bench.file_rules import broken_rules, kernelguard_verdict, submit_command
 from bench.measure import time_summary
 from bench.options import (
+    Case,
     CaseOption,
     JsonOption,
     PlotOption,
@@ -29,7 +30,7 @@ from bench.options import (
     require_number,
 )
 from bench.tables import profile_table, test_table, timing_table
-from eval import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, TestCase, Worker
+from eval import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, Worker
 
 # A CPU needs seconds for one call of a large case; a GPU keeps the official bound.
 CPU_SECONDS_PER_CASE = 20.0
@@ -136,26 +137,26 @@ class Run:
     def complete(self) -> bool:
         return self._stopped is None and len(self.results) == self.cases
 
-    def ask_all(self, cases: list[TestCase], ask: Callable[[Callable, TestCase], dict[str, Any]]) -> None:
-        """Run `ask(ask_worker, case)` for each case, `ask_worker` being `Worker.ask` with this run's time limit."""
+    def ask_all(self, cases: Sequence[Case], ask: Callable[[Callable, Case], dict[str, Any]]) -> None:
+        """Run `ask(ask_worker, args)` for each case, `ask_worker` being `Worker.ask` with this run's time limit."""
         self.cases = len(cases)
         try:
             with Worker(self.submission) as worker:
                 self._require_known_arm(worker)
                 self._describe(worker)
                 with progress_bar(self.mode, len(cases)) as (bar, task):
-                    for case in cases:
+                    for args in cases:
                         if nobody_reads():
                             sys.exit(EXIT_BROKEN_PIPE)
-                        label = case_label(case.args)
+                        label = case_label(args)
                         bar.update(task, description=f"{self.mode} {label}")
 
                         def on_progress(done: int, total: int, label: str = label) -> None:
                             bar.update(task, description=f"{self.mode} {label}, run {done} of at most {total}")
 
                         ask_worker = partial(worker.ask, timeout_s=self._timeout_s, on_progress=on_progress)
-                        answer = ask(ask_worker, case)
-                        self.results.append({"case": label, "args": case.args, **add_derived(answer)})
+                        answer = ask(ask_worker, args)
+                        self.results.append({"case": label, "args": args, **add_derived(answer)})
                         bar.advance(task)
         except KeyboardInterrupt:
             self._stopped = EXIT_INTERRUPTED
@@ -248,17 +249,17 @@ def test(
     """Check every output: the strict verdict decides, the official one is shown beside it."""
     chosen = choose_cases("test", case, cases)
     run = Run("test", submission, backend, timeout, json_path)
-    run.ask_all(chosen, lambda ask_worker, one: ask_worker("test", args=one.args, full=True))
+    run.ask_all(chosen, lambda ask_worker, args: ask_worker("test", args=args, full=True))
     run.finish(test_table(run.results))
 
 
-def _old_result(path: Path, chosen: list[TestCase]) -> dict[str, Any]:
+def _old_result(path: Path, chosen: Sequence[Case]) -> dict[str, Any]:
     """The result to compare with; refused, before any work, if it is none or holds none of the chosen cases."""
     try:
         old = load_result(path)
     except ResultError as error:
         raise typer.BadParameter(str(error), param_hint="--compare") from error
-    labels = [case_label(one.args) for one in chosen]
+    labels = list(map(case_label, chosen))
     if not set(labels) & set(timed_cases(old)):
         raise typer.BadParameter(
             f"expected a time of {', '.join(labels)} in {str(path)!r}, got {', '.join(timed_cases(old)) or 'none'}",
@@ -339,18 +340,18 @@ def timed(
     run = Run(mode, submission, backend, timeout, json_path)
     warm = False
 
-    def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
+    def ask(ask_worker: Callable, args: Case) -> dict[str, Any]:
         nonlocal warm
         limit_s = seconds
         if limit_s is None and not run.environment["on_gpu"]:
             limit_s = CPU_SECONDS_PER_CASE
         bounded = protocol if limit_s is None else replace(protocol, max_wall_ns=limit_s * 1e9)
         if not warm:
-            answer = ask_worker("benchmark", args=one.args, protocol=evaluator.WARM_UP[mode])
+            answer = ask_worker("benchmark", args=args, protocol=evaluator.WARM_UP[mode])
             if not answer["good"]:
                 return answer
             warm = True
-        return ask_worker("benchmark", args=one.args, protocol=bounded, full=True)
+        return ask_worker("benchmark", args=args, protocol=bounded, full=True)
 
     run.ask_all(chosen, ask)
     table, means = timing_table(mode, run.results, run.complete)
@@ -388,9 +389,9 @@ def profile(
     require_folder(trace, make=True, option="--trace")
     run = Run("profile", submission, backend, timeout, json_path)
 
-    def ask(ask_worker: Callable, one: TestCase) -> dict[str, Any]:
-        path = str(trace / f"{case_label(one.args)}_{one.args['seed']}.json")
-        answer = ask_worker("profile", args=one.args, trace=path, warm=True)
+    def ask(ask_worker: Callable, args: Case) -> dict[str, Any]:
+        path = str(trace / f"{case_label(args)}_{args['seed']}.json")
+        answer = ask_worker("profile", args=args, trace=path, warm=True)
         answer.pop("report", None)
         return {**answer, "trace": path} if answer["good"] else answer
 

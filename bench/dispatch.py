@@ -38,8 +38,8 @@ def main(
     console = make_console()
     timer = evaluator.ColdTimer()
     results: list[dict[str, Any]] = []
-    for one in choose_cases("benchmark", case):
-        data = reference.generate_input(**one.args)
+    for args in choose_cases("benchmark", case):
+        label, data = case_label(args), reference.generate_input(**args)
         timer.synchronize()
         start_s = time.perf_counter()
         submission.custom_kernel(data)
@@ -49,9 +49,9 @@ def main(
         assert config
         run = partial(submission.ARMS[config.arm].run, data, submission.problem_of(data), config)
         calls = {"custom_kernel_us": partial(submission.custom_kernel, data), "arm_us": run}
-        durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
+        durations_ns = time_interleaved(calls, repeats, timer, label)
         medians = {name: statistics.median(values) / 1e3 for name, values in durations_ns.items()}
-        results.append({"case": case_label(one.args), "arm": config.arm, "first_call_s": first_s, **medians})
+        results.append({"case": label, "arm": config.arm, "first_call_s": first_s, **medians})
     table = Table(title="First call, and later calls in microseconds", title_justify="left")
     for name in ("case", "arm", "first call, s", "custom_kernel", "arm alone", "ratio"):
         table.add_column(name)

@@ -56,9 +56,15 @@ def _commit() -> str:
     return commit or "unknown"
 
 
+def _timing(timer: ColdTimer) -> str:
+    how = "GPU events around the call" if timer.on_gpu else "host clock around the call"
+    drawn = f"{timer.flush_passes} x {timer.flush_bytes >> 20} MiB written before each call"
+    return f"{how}; cold cache: {drawn}, {timer.llc_source} {timer.llc_bytes >> 20} MiB"
+
+
 def describe_environment(timer: ColdTimer) -> dict[str, str]:
     return {
-        "timing": timer.describe(),
+        "timing": _timing(timer),
         "device": _device_name(),
         "driver": _driver_version(),
         "python": sys.version.split()[0],

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -353,10 +354,6 @@ def forms(batch_size: int, kv_seq_len: int) -> list[Config]:
     return found
 
 
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def describe(config: Config) -> str:
     """A configuration in a few words."""
     launches = 1 if config.one_launch or config.splits == 1 else 2
@@ -400,7 +397,7 @@ def _shape_table(predictions: list[Prediction], mean: bool) -> Table:
         )  # fmt: skip
     if mean:
         table.add_section()
-        means = [geometric_mean([getattr(p, name) for p in predictions]) for name in ("time_us", "floor_us")]
+        means = [statistics.geometric_mean([getattr(p, name) for p in predictions]) for name in ("time_us", "floor_us")]
         table.add_row("geometric mean", *[""] * 10, *(f"{us:.1f}" for us in means))
     return table
 
@@ -446,7 +443,7 @@ def _changes(old: dict, new: dict) -> list[str]:
                 if was != now:
                     differences.append(f"{name} {was:g} -> {now:g}")
         lines.append(f"{title}: {', '.join(differences) or 'nothing changes'}")
-    was, now = (geometric_mean([shape["time_us"] for shape in figures["shapes"]]) for figures in (old, new))
+    was, now = (statistics.geometric_mean([shape["time_us"] for shape in figures["shapes"]]) for figures in (old, new))
     return [*lines, f"predicted geometric mean: {was:.1f} -> {now:.1f} us"]
 
 

@@ -3,33 +3,28 @@
 import math
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
-from rich.console import Console
 
 import eval as evaluator
-from eval import EXIT_BAD_CASE_FILE, CaseFileError, TestCase
-
-if TYPE_CHECKING:
-    from task import TestSpec
+from eval import EXIT_BAD_CASE_FILE, CaseFileError
+from task import BENCHMARKS, TESTS
 
 DEFAULT_SEED = 4220
 
+Case: TypeAlias = Mapping[str, Any]  # keyword arguments of `reference.generate_input`
 
-def case_label(args: Mapping[str, Any]) -> str:
+
+def case_label(args: Case) -> str:
     """`32x8192`, with `x2` appended for two queries a sequence."""
     more = "" if args["qseqlen"] == 1 else f"x{args['qseqlen']}"
     return f"{args['batchsize']}x{args['kvseqlen']}{more}"
 
 
-def as_test_case(args: Mapping[str, Any]) -> TestCase:
-    return TestCase(dict(args), "; ".join(f"{name}: {value}" for name, value in args.items()))
-
-
-def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
+def parse_case_word(word: str, official: Sequence[Case]) -> Case:
     """`BxKV` or `BxKVxQ` as a case, with the seed of the first official case of that shape where there is one.
 
     Raises typer.BadParameter for anything else.
@@ -40,30 +35,28 @@ def parse_case_word(word: str, official: "list[TestSpec]") -> TestCase:
     batchsize, kvseqlen, qseqlen = match.groups("1")
     line = f"batchsize: {batchsize}; qseqlen: {qseqlen}; kvseqlen: {kvseqlen}; seed: {DEFAULT_SEED}"
     try:
-        shape = evaluator.parse_case(line).args
+        shape = evaluator.parse_case(line)
     except CaseFileError as error:
         raise typer.BadParameter(f"{word[: evaluator.MAX_TEXT]}: {error}", param_hint="--case") from error
     del shape["seed"]
-    seeds = [case["seed"] for case in official if shape.items() <= case.items()]
-    return as_test_case({**shape, "seed": seeds[0] if seeds else DEFAULT_SEED})
+    seeds = (case["seed"] for case in official if shape.items() <= case.items())
+    return {**shape, "seed": next(seeds, DEFAULT_SEED)}
 
 
-def choose_cases(mode: str, words: list[str] | None, case_file: Path | None = None) -> list[TestCase]:
+def choose_cases(mode: str, words: list[str] | None, case_file: Path | None = None) -> Sequence[Case]:
     """The cases of `--case` or `--cases`, else the official ones of the mode; exits with 113 for a bad file."""
-    from task import BENCHMARKS, TESTS
-
     if words and case_file:
         raise typer.BadParameter("expected one of --case and --cases, got both", param_hint="--cases")
     if case_file:
         try:
-            return evaluator.read_case_file(case_file)
+            return [case.args for case in evaluator.read_case_file(case_file)]
         except CaseFileError as error:
-            Console(stderr=True, highlight=False).print(str(error), markup=False)
+            typer.echo(error, err=True)
             raise typer.Exit(EXIT_BAD_CASE_FILE) from error
     own, other = (TESTS, BENCHMARKS) if mode == "test" else (BENCHMARKS, TESTS)
     if words:
         return [parse_case_word(word, [*own, *other]) for word in words]
-    return [as_test_case(case) for case in own]
+    return own
 
 
 def require_arm(arm: str, arms: Collection[str], *options: str) -> None:

@@ -100,17 +100,13 @@ def grouped_entry(data: tuple, kv: str, timer: evaluator.ColdTimer) -> Entry:
     return Entry(f"Triton grouped {kv}", kv, calls[best], f"splits={best}")
 
 
-def relative_error(output: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((output.double().view_as(exact) - exact).norm() / exact.norm()).item()
-
-
 def measure(data: tuple, arms: list[str], repeats: int, timer: evaluator.ColdTimer, label: str) -> list[dict[str, Any]]:
     """Time every entry of one case, interleaved; times in microseconds, ratios above 1 mean slower than the other."""
     exact = reference.oracle(data, "bf16")
     entries = [our_entry(data, arm) for arm in arms]
     peers = [fa3_entry(data), *(grouped_entry(data, kv, timer) for kv in ("bf16", "fp8"))]
     for peer in filter(None, peers):
-        peer.error = relative_error(peer.call(), exact)
+        peer.error = reference.relative_error(peer.call().view_as(exact), exact)
         entries.append(peer)
     readers = {kv: Reader(cache_tensors(data, kv), timer) for kv in dict.fromkeys(entry.kv for entry in entries)}
     roofs = {kv: Entry(f"reader {kv}", kv, reader, str(reader.config)) for kv, reader in readers.items()}
@@ -186,9 +182,8 @@ def main(
     for name, value in environment.items():
         console.print(f"{name:>10}: {value}", markup=False)
     results: dict[str, list[dict[str, Any]]] = {}
-    for one in choose_cases("benchmark", case):
-        label = case_label(one.args)
-        data = reference.generate_input(**one.args)
+    for args in choose_cases("benchmark", case):
+        label, data = case_label(args), reference.generate_input(**args)
         results[label] = measure(data, arms, repeats, timer, label)
         console.print(case_table(label, results[label]))
     table, means = summary_table(results)

@@ -76,8 +76,7 @@ def main(
         assert selection
         expected = reference.oracle(data, selection.kv)
         arms[selection.arm] += 1
-        norm = expected.norm().item() or 1.0
-        error = (output.double() - expected).norm().item() / norm
+        error = reference.relative_error(output, expected)
         worst = max(worst, error)
         if not error <= max_error:
             failures += 1

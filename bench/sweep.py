@@ -103,32 +103,32 @@ def main(
     timer = evaluator.ColdTimer()
     num_cu = torch.cuda.get_device_properties(0).multi_processor_count
     cases = choose_cases("benchmark", case)
-    shapes = [(c.args["batchsize"], c.args["kvseqlen"]) for c in cases]
+    shapes = [(args["batchsize"], args["kvseqlen"]) for args in cases]
     plans = {shape: [c for name in arms for c in ARMS[name](*shape, num_cu)] for shape in shapes}
     distinct = list({config for configs in plans.values() for config in configs})
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_compile, distinct))
     results: list[dict[str, Any]] = []
-    for one in cases:
-        data = reference.generate_input(**one.args)
+    for args in cases:
+        label, data = case_label(args), reference.generate_input(**args)
         problem = submission.problem_of(data)
         reader = Reader(cache_tensors(data, "fp8"), timer)
         calls: dict[Config | None, Callable] = {None: reader}
         errors = {}
-        for config in plans[one.args["batchsize"], one.args["kvseqlen"]]:
+        for config in plans[args["batchsize"], args["kvseqlen"]]:
             calls[config] = partial(submission.ARMS[config.arm].run, data, problem, config)
             errors[config] = sample_error(data, calls[config]())
-        durations_ns = time_interleaved(calls, repeats, timer, case_label(one.args))
+        durations_ns = time_interleaved(calls, repeats, timer, label)
         medians = {config: statistics.median(values) / 1e3 for config, values in durations_ns.items()}
-        table = Table(title=f"{case_label(one.args)}: reader {medians[None]:.1f} us", title_justify="left")
+        table = Table(title=f"{label}: reader {medians[None]:.1f} us", title_justify="left")
         for name in ("configuration", "median us", "of the reader", "error"):
             table.add_column(name)
         for config in sorted(errors, key=lambda config: medians[config]):
             results.append(
-                {"case": case_label(one.args), "config": asdict(config), "median_us": medians[config],
+                {"case": label, "config": asdict(config), "median_us": medians[config],
                  "reader_us": medians[None], "error": errors[config]}
             )  # fmt: skip
-        for row in [r for r in results if r["case"] == case_label(one.args)][:best]:
+        for row in [r for r in results if r["case"] == label][:best]:
             shown = " ".join(f"{k}={v}" for k, v in row["config"].items())
             ratio = row["median_us"] / row["reader_us"]
             table.add_row(shown, f"{row['median_us']:.1f}", f"{ratio:.3f}", f"{row['error']:.1e}")

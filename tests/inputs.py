@@ -54,6 +54,25 @@ def check_tile_height(run, block_n, kv, accuracy):
     assert relative_error(run(data, 2, block_n), reference.oracle(data, kv)) < accuracy
 
 
+def check_rows_outside(run, splits, spread, kv, accuracy):
+    """`run(data, splits)` on one sequence after the other, in a cache that holds them 40 rows of NaN apart.
+
+    `spread(data, rows, total)` makes this cache: the rows of `data`'s at `rows` of `total`.
+    """
+    lengths, gap = [70, 64, 5], 40
+    data = ragged_input(lengths)
+    q, _, _, kv_indptr, config = data
+    expected = reference.oracle(data, kv)
+    starts = [start + (b + 1) * gap for b, start in enumerate(kv_indptr[:-1].tolist())]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    rows = torch.cat([torch.arange(*bounds) for bounds in zip(starts, ends, strict=True)])
+    cache = spread(data, rows, ends[-1] + gap)
+    # One indptr has no gaps, so each sequence runs alone.
+    for b, bounds in enumerate(zip(starts, ends, strict=True)):
+        alone = (q[b : b + 1], {kv: cache}, None, torch.tensor(bounds, dtype=torch.int32), config)
+        assert relative_error(run(alone, splits)[0], expected[b]) < accuracy
+
+
 def check_two_queries(run, splits, kv, accuracy):
     """`run(data, splits)` with two queries a sequence, bottom-right causal, against the oracle over the cache `kv`."""
     data = ragged_input([65, 1, 2, 130, 0], s_q=2)

@@ -47,7 +47,7 @@ for kv in ("bf16", "fp8"):
     call = grouped.GroupedDecode(data, kv, splits=4)
     call._part.fill_(float("nan"))
     call._lse.fill_(float("nan"))
-    found["grouped"][kv] = peers.relative_error(call(), reference.oracle(data, kv))
+    found["grouped"][kv] = reference.relative_error(call(), reference.oracle(data, kv))
 print(json.dumps(found))
 """
 

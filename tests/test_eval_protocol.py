@@ -362,7 +362,7 @@ def test_platform_form_needs_neither_the_command_line_extra_nor_torch_in_the_par
 
 
 def test_case_values():
-    args = evaluator.parse_case(" seed: +7;batchsize: 4;  kvseqlen:1024; qseqlen: 02 ").args
+    args = evaluator.parse_case(" seed: +7;batchsize: 4;  kvseqlen:1024; qseqlen: 02 ")
     assert args == {"batchsize": 4, "qseqlen": 2, "kvseqlen": 1024, "seed": 7}
 
 

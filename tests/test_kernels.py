@@ -12,6 +12,7 @@ from tests import interpreted
 from tests.inputs import (
     RAGGED_LENGTHS,
     assert_each_sequence_close,
+    check_rows_outside,
     check_tile_height,
     check_two_queries,
     ragged_input,
@@ -52,26 +53,14 @@ def test_two_queries_are_bottom_right_causal(run, splits):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows_outside_the_sequences_may_be_nan(run, splits):
     """Rows before and after a sequence, in its own last tile too, are NaN (which the interpreter reads as 480)."""
-    lengths, gap = [70, 64, 5], 40
-    data = ragged_input(lengths)
-    expected = reference.oracle(data, "fp8")
-    kv, kv_scale = data[1]["fp8"]
-    poisoned = torch.full((sum(lengths) + 4 * gap, 1, 576), float("nan")).to(torch.float8_e4m3fn)
-    for b, length in enumerate(lengths):
-        start = int(data[3][b])
-        moved = start + (b + 1) * gap
-        poisoned.view(torch.uint8)[moved : moved + length] = kv.view(torch.uint8)[start : start + length]
-    # One indptr has no gaps, so each sequence runs alone.
-    for b, length in enumerate(lengths):
-        moved = int(data[3][b]) + (b + 1) * gap
-        alone = (
-            data[0][b : b + 1],
-            {"fp8": (poisoned, kv_scale)},
-            None,
-            torch.tensor([moved, moved + length], dtype=torch.int32),
-            data[4],
-        )
-        assert relative_error(run(alone, splits)[0], expected[b]) < ACCURACY
+
+    def spread(data, rows, total):
+        kv, kv_scale = data[1]["fp8"]
+        poisoned = torch.full((total, 1, 576), float("nan")).to(kv.dtype)
+        poisoned.view(torch.uint8)[rows] = kv.view(torch.uint8)
+        return poisoned, kv_scale
+
+    check_rows_outside(run, splits, spread, "fp8", ACCURACY)
 
 
 def test_strided_q_and_cache(run):

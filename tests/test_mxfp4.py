@@ -8,18 +8,19 @@ import math
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import reference
 import submission
 from bench import mxfp4_policy
+from bench.console import tool_app
 from submission import ARMS, Config, problem_of
 from task import BENCHMARKS, QK_HEAD_DIM
 from tests import interpreted
 from tests.inputs import (
     RAGGED_LENGTHS,
     assert_each_sequence_close,
+    check_rows_outside,
     check_tile_height,
     check_two_queries,
     ragged_input,
@@ -84,28 +85,14 @@ def test_two_queries_are_bottom_right_causal(run, splits):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_rows_outside_the_sequences_may_be_nan(run, splits):
     """Scales before and after a sequence, in its own last tile too, are NaN."""
-    lengths, gap = [70, 64, 5], 40
-    data = ragged_input(lengths)
-    expected = reference.oracle(data, "mxfp4")
-    packed, scales = codes_of(data)
-    total = sum(lengths) + 4 * gap
-    moved_packed = torch.full((total, 1, 288), 0x77, dtype=torch.uint8)
-    moved_scales = torch.full((total, 24), 255, dtype=torch.uint8)
-    for b, length in enumerate(lengths):
-        start, moved = int(data[3][b]), int(data[3][b]) + (b + 1) * gap
-        moved_packed[moved : moved + length] = packed[start : start + length]
-        moved_scales[moved : moved + length, :BLOCKS] = scales[start : start + length]
-    # One indptr has no gaps, so each sequence runs alone.
-    for b, length in enumerate(lengths):
-        moved = int(data[3][b]) + (b + 1) * gap
-        alone = (
-            data[0][b : b + 1],
-            {"mxfp4": (moved_packed, moved_scales)},
-            None,
-            torch.tensor([moved, moved + length], dtype=torch.int32),
-            data[4],
-        )
-        assert relative_error(run(alone, splits)[0], expected[b]) < ACCURACY
+
+    def spread(data, rows, total):
+        packed = torch.full((total, 1, 288), 0x77, dtype=torch.uint8)
+        scales = torch.full((total, 24), 255, dtype=torch.uint8)
+        packed[rows], scales[rows, :BLOCKS] = codes_of(data)
+        return packed, scales
+
+    check_rows_outside(run, splits, spread, "mxfp4", ACCURACY)
 
 
 @pytest.mark.parametrize("columns", [18, 24, 25, 32])
@@ -248,9 +235,7 @@ def test_custom_kernel_reaches_the_arm(pool, own_dtypes):
 
 
 def test_policy_report():
-    app = typer.Typer()
-    app.command()(mxfp4_policy.main)
-    result = CliRunner().invoke(app, ["--sequences", "2", "--kv", "64"])
+    result = CliRunner().invoke(tool_app(mxfp4_policy.main), ["--sequences", "2", "--kv", "64"])
     assert result.exit_code == 0, result.output
     assert "mxfp4 cache, exact" in result.output
     assert mxfp4_policy.sure_share(0.9966, 0.0011, 4) < submission.MIN_SHARE_WITHIN

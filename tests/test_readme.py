@@ -84,7 +84,7 @@ def test_eval_command_parses(line, monkeypatch, tmp_path):
         cases = options.choose_cases(words[0], context.params["case"], context.params["cases"])
         assert cases
         if backend := context.params["backend"]:
-            for args in (case.args for case in cases):
+            for args in cases:
                 sizes = args["batchsize"], args["qseqlen"], args["kvseqlen"]
                 problem = submission.Problem(torch.device("cpu"), *sizes, 1.0, True, False, True, True, True)
                 assert submission.ARMS[backend].why_not(problem) is None
