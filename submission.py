@@ -253,6 +253,25 @@ def _combine(
 # ---- Gluon: one launch ----
 
 
+@_gluon_constexpr
+def _axis(layout, rank, dim):
+    """Layout of a vector along `dim`."""
+    for axis in reversed(range(rank)):
+        if axis != dim:
+            layout = gl.SliceLayout(axis, layout)
+    return layout
+
+
+@_gluon_jit
+def _iota(N: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
+    """0 .. N - 1 along DIM, size 1 along the other dimensions."""
+    x = gl.arange(0, N, _axis(LAYOUT, RANK, DIM))
+    for axis in gl.static_range(RANK):
+        if axis != DIM:
+            x = gl.expand_dims(x, axis)
+    return x
+
+
 @_gluon_builtin
 def _barrier(_semantic=None):
     """A barrier of the program's threads: `thread_barrier`, which Triton 3.7 renames."""
@@ -286,10 +305,10 @@ def _merge_partials(
 ):
     """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
     GROUP: gl.constexpr = min(4, SPLITS)  # partials on their way at once; the loop is rolled: less cold code
-    offs_h = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-    offs = offs_h[:, None] * 512 + gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))[None, :]
-    m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    norm = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
+    offs_h = _iota(16, 0, LAYOUT, 2)
+    offs = offs_h * 512 + _iota(512, 1, LAYOUT, 2)
+    m = gl.full([16, 1], float("-inf"), gl.float32, LAYOUT)
+    norm = gl.zeros([16, 1], gl.float32, LAYOUT)
     acc = gl.zeros([16, 512], gl.float32, LAYOUT)
     for first in range(0, SPLITS, GROUP):
         lses = ()
@@ -301,14 +320,14 @@ def _merge_partials(
         for i in gl.static_range(GROUP):
             # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
             empty = (lses[i] == float("-inf")) | (first + i >= SPLITS)
-            part = gl.where(empty[:, None], 0.0, parts[i].to(gl.float32))
+            part = gl.where(empty, 0.0, parts[i].to(gl.float32))
             m_new = gl.maximum(m, gl.where(empty, float("-inf"), lses[i]))
             w = gl.where(empty, 0.0, gl.exp2(lses[i] - m_new))
             rescale = gl.where(norm == 0.0, 0.0, gl.exp2(m - m_new))
             norm = norm * rescale + w
-            acc = acc * rescale[:, None] + part * w[:, None]
+            acc = acc * rescale + part * w
             m = m_new
-    o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))[:, None]
+    o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))
     gl.store(out_ptr + offs, o.to(gl.bfloat16))
 
 
@@ -316,9 +335,10 @@ def _merge_partials(
 
 
 @_gluon_jit
-def _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row, pred):
-    """TMA of the 64 raw rows at `row`, 576 bytes each, into ring slot `slot`."""
+def _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row, kv_end):
+    """TMA of the 64 raw rows at `row`, 576 bytes each, into ring slot `slot`, if that is before `kv_end`."""
     bar = bars.index(slot)
+    pred = row < kv_end
     mbarrier.expect(bar, 64 * 576, pred=pred)
     tma.async_copy_global_to_shared(kn_desc, [row, 0], bar, kn_smem.index(slot), pred=pred)
     tma.async_copy_global_to_shared(kr_desc, [row, 512], bar, kr_smem.index(slot), pred=pred)
@@ -332,18 +352,18 @@ def _exp2(x):
 
 @_gluon_jit
 def _hi_lo(x, up):
-    """x * up as the sum of two e4m3 numbers, exact for bf16 x down to about 2^-20 of the scaled maximum.
+    """float32 x * up as the sum of two e4m3 numbers, exact for bf16 x down to about 2^-20 of the scaled maximum.
 
     hi is x * up rounded to 4 significant bits on its float32 pattern: converting a fresh e4m3 pair back to fp16 is
     miscompiled by ptxas, so lo is not taken from the converted hi.
     """
-    x = x.to(gl.float32) * up
+    x = x * up
     hi = ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
     return hi.to(gl.float8e4nv), (x - hi).to(gl.float8e4nv)
 
 
 @_gluon_jit
-def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, V_LAYOUT: gl.constexpr):
+def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, LAYOUT: gl.constexpr):
     """O^T += V^T P^T for 128 dims: V^T from registers, P^T from shared memory.
 
     v_smem views two neighbouring dims as one int16, so a transposing ldmatrix fetches V^T; one byte permute and two
@@ -352,7 +372,8 @@ def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, V_LAYOUT: gl.constexpr):
     even, odd = gl.inline_asm_elementwise(
         "{ .reg .b32 t; .reg .b16 l, h; prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;"
         " cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
-        "=r,=r,r", [v_smem.permute((1, 0)).load(V_LAYOUT)], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
+        "=r,=r,r", [v_smem.permute((1, 0)).load(gl.DotOperandLayout(0, LAYOUT, 2))], dtype=(gl.float16, gl.float16),
+        is_pure=True, pack=2,
     )  # fmt: skip
     acc_even = warpgroup_mma(even, p_smem, acc_even, is_async=True)
     acc_odd = warpgroup_mma(odd, p_smem, acc_odd, is_async=True)
@@ -364,7 +385,7 @@ def _hopper_clear_tail(kn_tile, valid):
     """Zeroes rows [valid, 64) of a tile: they may hold NaN, which a weight of zero does not silence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     words = kn_tile._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32, 2))
-    keep = (gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) < valid)[:, None]
+    keep = _iota(64, 0, LAYOUT, 2) < valid
     for c in gl.static_range(4):
         chunk = words.slice(c * 32, 32, 1)
         rows = chunk.load(LAYOUT)
@@ -372,18 +393,12 @@ def _hopper_clear_tail(kn_tile, valid):
 
 
 @_gluon_jit
-def _hopper_store(ptr, acc_even, acc_odd, factor, CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Dims [128 * CHUNK, +128) of O^T * factor to `ptr` [16, 512] fp16 or bf16, even and odd dims as one word."""
-    word = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None] + CHUNK * 64
-    head = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    if ptr.dtype.element_ty == gl.float16:
-        CVT: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-    else:
-        CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    packed = gl.inline_asm_elementwise(
-        CVT, "=r,r,r", [acc_even * factor, acc_odd * factor], dtype=gl.int32, is_pure=True, pack=1
-    )
-    gl.store(ptr.to(gl.pointer_type(gl.int32)) + head * 256 + word, packed)
+def _hopper_store(ptr, even, odd):
+    """128 dims of the output, [64 dim pairs, 16 heads] each of even and odd ones, to `ptr` [16, 512]."""
+    o = gl.join(even, odd)
+    LAYOUT: gl.constexpr = o.type.layout
+    offs_o = _iota(16, 1, LAYOUT, 3) * 512 + _iota(64, 0, LAYOUT, 3) * 2 + _iota(2, 2, LAYOUT, 3)
+    gl.store(ptr + offs_o, o.to(ptr.dtype.element_ty))
 
 
 @_gluon_jit
@@ -401,11 +416,11 @@ def _decode_fp8_hopper(
     s_q,
     stride_q_t,
     stride_q_h,
-    n_chunks,  # 4, passed so that the loops over Q's chunks stay rolled: less cold code
+    kv_len,  # tokens of a sequence when all have as many, else 0
     SPLITS: gl.constexpr,
     ONE_LAUNCH: gl.constexpr,
 ):
-    """Grid (total_q, SPLITS), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 110 KB.
+    """Grid (total_q, SPLITS), 4 warps, tiles of 64 tokens in a two-slot TMA ring of raw fp8 rows, 94 KB.
 
     S^T = K Q^T on the fp8 tensor cores straight from the ring, Q as hi + lo; softmax over tokens in registers with one
     exchange of maxima through shared memory; O^T += V^T P^T in fp16 with V converted once, from the same tile.
@@ -417,25 +432,17 @@ def _decode_fp8_hopper(
     R_SMEM: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32])  # [64 tokens, 16 hi + 16 lo]
-    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 32])  # [64 tokens, 16 heads]
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])  # [64 dim pairs, 16 heads]
-    V_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])  # [64 tokens or dim pairs, 16]
     t = gl.program_id(0)
     split = gl.program_id(1)
 
     # Q before KV: it would queue behind the tiles.
-    QN_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    QR_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    qn_raw = gl.allocate_shared_memory(gl.bfloat16, [4, 16, 128], PLAIN)
+    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    qn_raw = gl.allocate_shared_memory(gl.bfloat16, [16, 512], PLAIN)
     qr_raw = gl.allocate_shared_memory(gl.bfloat16, [16, 64], PLAIN)
-    q_row = q_ptr + t.to(gl.int64) * stride_q_t
-    h_n = gl.arange(0, 16, gl.SliceLayout(1, QN_COPY))[:, None]
-    h_r = gl.arange(0, 16, gl.SliceLayout(1, QR_COPY))[:, None]
-    qn_ptrs = q_row + h_n * stride_q_h + gl.arange(0, 128, gl.SliceLayout(0, QN_COPY))[None, :]
-    for c in gl.static_range(4):
-        async_copy.async_copy_global_to_shared(qn_raw.index(c), qn_ptrs + c * 128)
-    qr_ptrs = q_row + 512 + h_r * stride_q_h + gl.arange(0, 64, gl.SliceLayout(0, QR_COPY))[None, :]
-    async_copy.async_copy_global_to_shared(qr_raw, qr_ptrs)
+    q_heads = q_ptr + t.to(gl.int64) * stride_q_t + _iota(16, 0, Q_LAYOUT, 2) * stride_q_h
+    async_copy.async_copy_global_to_shared(qn_raw, q_heads + _iota(512, 1, Q_LAYOUT, 2))
+    async_copy.async_copy_global_to_shared(qr_raw, q_heads + 512 + _iota(64, 1, Q_LAYOUT, 2))
     async_copy.commit_group()
 
     kn_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 512], K_SMEM)
@@ -443,35 +450,37 @@ def _decode_fp8_hopper(
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    kv_scale = gl.load(kv_scale_ptr)
-    kv_start, kv_end, _, n_tiles = _tile_range(kv_indptr, t, s_q, 0, 1, BLOCK_N)  # of all splits
-    # Tiles are dealt in turn, so that a sequence's splits read neighbouring memory at about the same time.
+    # Tiles are dealt in turn, so that a sequence's splits read neighbouring memory at about the same time. The first
+    # ones start from where sequences of kv_len tokens have them; when kv_indptr arrives and differs, they start again.
     STEP: gl.constexpr = SPLITS * BLOCK_N
-    n = (n_tiles - split + SPLITS - 1) // SPLITS
-    row = kv_start + split * BLOCK_N
+    row = t // s_q * kv_len + split * BLOCK_N
+    end = (t // s_q + 1) * kv_len - (s_q - 1 - t % s_q)
     for i in gl.static_range(STAGES):
-        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * STEP, i < n)
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * STEP, end)
+    kv_scale = gl.load(kv_scale_ptr)
+    kv_start, kv_end, _, _ = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
+    if (kv_start + split * BLOCK_N != row) | (kv_end != end):
+        for i in gl.static_range(STAGES):
+            if row + i * STEP < end:
+                mbarrier.wait(bars.index(i), 0)
+            mbarrier.invalidate(bars.index(i))
+            mbarrier.init(bars.index(i), count=1)
+        row = kv_start + split * BLOCK_N
+        for i in gl.static_range(STAGES):
+            _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, i, row + i * STEP, kv_end)
+    n = gl.cdiv(gl.maximum(kv_end - row, 0), STEP)
 
-    # Q as hi + lo e4m3 under a power-of-two scale per head: rows 0-15 of the B operand are hi, 16-31 lo.
-    QN_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    QR_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    qn_chunks = gl.allocate_shared_memory(gl.float8e4nv, [4, 32, 128], K_SMEM)
-    qr_smem = gl.allocate_shared_memory(gl.float8e4nv, [32, 64], R_SMEM)
+    # Q as hi + lo e4m3 under a power-of-two scale per head: rows 0-15 of the B operand are hi, 16-31 lo. A thread reads
+    # what it has copied itself, so it waits for no other.
     async_copy.wait_group(0)
-    _barrier()
-    qr = qr_raw.load(QR_LAYOUT)
-    amax = gl.zeros([16, 128], gl.float32, QN_LAYOUT)
-    for c in range(n_chunks):
-        amax = gl.maximum(amax, gl.abs(qn_raw.index(c).load(QN_LAYOUT).to(gl.float32)))
-    amax_r = gl.convert_layout(gl.max(gl.abs(qr.to(gl.float32)), 1), gl.SliceLayout(1, QN_LAYOUT))
-    up, down = _power_of_two_scale(gl.maximum(gl.max(amax, 1), amax_r))
-    for c in range(n_chunks):
-        hi, lo = _hi_lo(qn_raw.index(c).load(QN_LAYOUT), up[:, None])
-        qn_chunks.index(c).store(gl.join(hi, lo).permute((2, 0, 1)).reshape([32, 128]))
-    hi, lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, QR_LAYOUT))[:, None])
-    qr_smem.store(gl.join(hi, lo).permute((2, 0, 1)).reshape([32, 64]))
+    qn = qn_raw.load(Q_LAYOUT).to(gl.float32)
+    qr = qr_raw.load(Q_LAYOUT).to(gl.float32)
+    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), gl.max(gl.abs(qr), 1)))
+    qn = gl.join(*_hi_lo(qn, up[:, None])).permute((2, 0, 1)).reshape([32, 512])
+    qr = gl.join(*_hi_lo(qr, up[:, None])).permute((2, 0, 1)).reshape([32, 64])
+    qn_smem = gl.allocate_shared_memory(gl.float8e4nv, [32, 512], K_SMEM, qn)
+    qr_smem = gl.allocate_shared_memory(gl.float8e4nv, [32, 64], R_SMEM, qr)
     fence_async_shared()
-    qn_smem = qn_chunks._reinterpret(gl.float8e4nv, [32, 512], K_SMEM)
     logit_scale = gl.convert_layout(down, gl.SliceLayout(0, X_LAYOUT)) * (kv_scale * softmax_scale)
 
     # The four warps' maxima meet in max_smem; MAX_LAYOUT hands each thread all four for its own heads.
@@ -482,10 +491,9 @@ def _decode_fp8_hopper(
     p_smem = gl.allocate_shared_memory(gl.float16, [BLOCK_N, 16], gl.NVMMASharedLayout(32, 16, 2))
     m = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(0, X_LAYOUT))
     norm = gl.zeros([BLOCK_N, 16], gl.float32, X_LAYOUT)
-    acc = ()
-    for _ in gl.static_range(8):
-        acc = acc + (gl.zeros([64, 16], gl.float32, O_LAYOUT),)
-    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, X_LAYOUT))
+    zero = gl.zeros([64, 16], gl.float32, X_LAYOUT)
+    acc = (zero, zero, zero, zero, zero, zero, zero, zero)
+    offs_n = _iota(BLOCK_N, 0, X_LAYOUT, 2)
     slot = 0
     phase = 0
     for i in range(n):
@@ -502,28 +510,26 @@ def _decode_fp8_hopper(
         valid = kv_end - row - i * STEP
         if valid < BLOCK_N:
             _hopper_clear_tail(kn_smem.index(slot), valid)
-        x = gl.where((offs_n < valid)[:, None], x, float("-inf"))
+        x = gl.where(offs_n < valid, x, float("-inf"))
         max_smem.store(gl.max(x.reshape([4, 16, 16]), 1))
         m_tile = gl.max(max_smem.load(MAX_LAYOUT), 0)
         m_new = gl.maximum(m, gl.convert_layout(m_tile, gl.SliceLayout(0, X_LAYOUT), assert_trivial=True))
-        rescale = _exp2(m - m_new)
+        r = _exp2(m - m_new)[None, :]
         p = _exp2(x - m_new[None, :])
         p_smem.store(p.to(gl.float16))
-        norm = norm * rescale[None, :] + p
+        norm = norm * r + p
         m = m_new
-        r = gl.convert_layout(rescale, gl.SliceLayout(0, O_LAYOUT), assert_trivial=True)[None, :]
         fence_async_shared()
         pv = ()
         for d in gl.static_range(4):
-            pv = pv + _hopper_pv(acc[2 * d] * r, acc[2 * d + 1] * r, p_smem, v_smem.slice(64 * d, 64, 1), V_LAYOUT)
+            pv = pv + _hopper_pv(acc[2 * d] * r, acc[2 * d + 1] * r, p_smem, v_smem.slice(64 * d, 64, 1), X_LAYOUT)
         acc = warpgroup_mma_wait(0, deps=pv)
-        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * STEP, i + STAGES < n)
+        _hopper_issue(kn_desc, kr_desc, kn_smem, kr_smem, bars, slot, row + (i + STAGES) * STEP, kv_end)
         slot ^= 1
         phase ^= slot ^ 1
 
     total = gl.sum(norm, 0)
-    inverse = 1.0 / gl.where(n > 0, total, 1.0)
-    factor = gl.convert_layout(inverse, gl.SliceLayout(0, O_LAYOUT))[None, :]
+    factor = (1.0 / gl.where(n > 0, total, 1.0))[None, :]
     if SPLITS == 1:
         dst = out_ptr + t.to(gl.int64) * 8192
         factor = factor * kv_scale
@@ -537,7 +543,7 @@ def _decode_fp8_hopper(
             )
         gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, gl.SliceLayout(0, X_LAYOUT)), m + gl.log2(total))
     for d in gl.static_range(4):
-        _hopper_store(dst, acc[2 * d], acc[2 * d + 1], factor, d, O_LAYOUT)
+        _hopper_store(dst + 128 * d, acc[2 * d] * factor, acc[2 * d + 1] * factor)
     if ONE_LAUNCH:
         if _arrive_last(ticket_ptr + t, SPLITS):
             row_parts = t.to(gl.int64) * SPLITS
@@ -583,25 +589,6 @@ def _tile_layout(waves, width, tokens):
         + [[0, row, 16 * key] for row, key in zip((*tokens, 32), (*_unit_keys(width), 0), strict=True)]
         + [[1 << i, 0, 0] for i in range(waves.bit_length() - 1)]
     )
-
-
-@_gluon_constexpr
-def _axis(layout, rank, dim):
-    """Layout of a vector along `dim`."""
-    for axis in reversed(range(rank)):
-        if axis != dim:
-            layout = gl.SliceLayout(axis, layout)
-    return layout
-
-
-@_gluon_jit
-def _iota(N: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
-    """0 .. N - 1 along DIM, size 1 along the other dimensions."""
-    x = gl.arange(0, N, _axis(LAYOUT, RANK, DIM))
-    for axis in gl.static_range(RANK):
-        if axis != DIM:
-            x = gl.expand_dims(x, axis)
-    return x
 
 
 @_gluon_jit
@@ -1525,7 +1512,8 @@ def _run_hopper_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tens
         TensorDescriptor.from_tensor(kv[:, 0], [64, dims], gl.NVMMASharedLayout(min(dims, 128), 8, 2))
         for dims in (D_V, D_ROPE)
     )
-    return _split_k(data, problem, config, _decode_fp8_hopper, (*tiles, kv_scale), (4,), merges=True, num_warps=4)
+    kv_len = problem.kv_seq_len if problem.uniform else 0
+    return _split_k(data, problem, config, _decode_fp8_hopper, (*tiles, kv_scale), (kv_len,), merges=True, num_warps=4)
 
 
 def _run_gfx950_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:

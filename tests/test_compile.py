@@ -31,7 +31,7 @@ def descriptor(columns, swizzle):
 
 HOPPER = {
     **{name: PORTABLE[name] for name in PORTABLE if name not in ("kv_ptr", "stride_kv_t")},
-    "kn_desc": descriptor(512, 128), "kr_desc": descriptor(64, 64), "ticket_ptr": "*i32", "n_chunks": "i32",
+    "kn_desc": descriptor(512, 128), "kr_desc": descriptor(64, 64), "ticket_ptr": "*i32", "kv_len": "i32",
 }  # fmt: skip
 
 

@@ -54,6 +54,18 @@ def test_error_and_bitwise_repeats(config, lengths, s_q, q_factor):
     assert all(torch.equal(run(data, config), output) for _ in range(100))
 
 
+@needs_hopper
+@pytest.mark.parametrize("config", HOPPER, ids=name)
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_a_wrong_guess_of_the_lengths_does_not_show(config, s_q):
+    """Tiles that started from where equal lengths would have them are dropped when kv_indptr says otherwise."""
+    data = ragged_input([0, 1, 63, 64, 65, 700, 128, 2000], s_q, device="cuda")
+    expected = run(data, config).clone()
+    guessed = ARMS[config.arm].run(data, problem_of(data)._replace(uniform=True), config)
+    assert torch.equal(guessed, expected)
+    assert relative_error(guessed, reference.oracle(data, "fp8")) < 3e-3
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_nan_stays_in_its_sequence(config):
     """A sequence of NaN poisons itself and, though it shares tiles' memory with them, not its neighbours."""
