@@ -1201,7 +1201,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 # Over the mxfp4 cache wherever it is asked for.
-_MXFP4 = (Config("triton_mxfp4", block_n=32), Config("torch_chunked_mxfp4", splits=1))
+_MXFP4 = (Config("triton_mxfp4"), Config("torch_chunked_mxfp4", splits=1))
 # From here on attention over the mxfp4 cache stays within the written tolerance, for standard normal inputs: of 8192
 # tokens 99.7 % of the elements do, of 1024 only 74 %, and four sequences vary too much to be sure of 99.5 %
 # (`python -m bench.mxfp4_policy`, docs/mxfp4.md).
