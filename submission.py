@@ -1749,7 +1749,7 @@ def _parameters(module: Any, name: str) -> dict[str, bool]:
 
 
 def _bind(module: Any, name: str, values: dict[str, Any], *newer: str) -> Callable[..., Any]:
-    """An AITER function of these values, of which a version may lack the newer ones only; a call may replace some."""
+    """An AITER function with these values, which a call may replace; a version may lack the `newer` parameters only."""
     parameters = _parameters(module, name)
     accepted = {x: _ALIASES.get(x, x) for x in parameters}
     missing = sorted({*values} - {*newer} - {*accepted.values()})
