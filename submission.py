@@ -1692,11 +1692,8 @@ def schedule_fault(work_indptr: list, work_info_set: list, batch: int, kv_len: i
 
 
 def split_count(batch: int, kv_len: int, num_cu: int) -> int:
-    """Splits a sequence for the non-persistent kernel, which deals blocks of 64 tokens to its splits in turn.
-
-    The fewest with the shortest longest split, of those that fit the CUs and are under the 16 reported to return NaN.
-    """
-    blocks = -(-kv_len // 64)
+    """Splits of a sequence for the non-persistent kernel: the fewest, under 16, with the shortest longest one."""
+    blocks = -(-kv_len // 64)  # of 64 tokens, which it deals to its splits in turn
     most = max(1, min(NAN_SPLITS - 1, num_cu // batch, blocks))
     return -(-blocks // -(-blocks // most))
 
