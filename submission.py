@@ -1241,37 +1241,38 @@ def select_config(
     """Candidate configurations for a shape, best first: the first matching row of `TABLE`, splits filled in.
 
     kv: "fp8" leaves out those that read the mxfp4 cache, "mxfp4" all others, "auto" the former below MXFP4_MIN_KV_LEN
-    tokens or MXFP4_MIN_BATCH sequences. arm: its first configuration alone, of whatever cache, or the default one.
+    tokens or MXFP4_MIN_BATCH sequences. arm: only its first configuration, whatever it reads.
     """
     shape = (target.name, batch_size, kv_seq_len)
     found = (configs for name, b, s_kv, configs in TABLE if (name, b or batch_size, s_kv or kv_seq_len) == shape)
     configs = next(found, ())
     _expect(bool(configs), "target", f"one of {sorted({name for name, *_ in TABLE})}", repr(target.name))
+    many = kv_seq_len >= MXFP4_MIN_KV_LEN and batch_size >= MXFP4_MIN_BATCH
+    wanted = {"fp8": (False,), "mxfp4": (True,), "auto": (False, many)}[kv]
     if kv == "mxfp4" or arm:
         configs += (_PACKED, *_MXFP4) if target.name == "gfx950" else _MXFP4
-    if kv == "auto" and (kv_seq_len < MXFP4_MIN_KV_LEN or batch_size < MXFP4_MIN_BATCH):
-        kv = "fp8"
     if arm:
         configs = (next((c for c in configs if c.arm == arm), Config(arm)),)
-    elif kv != "auto":
-        configs = tuple(c for c in configs if (ARMS[c.arm].kv == "mxfp4") == (kv == "mxfp4"))
+    else:
+        configs = tuple(c for c in dict.fromkeys(configs) if (ARMS[c.arm].kv == "mxfp4") in wanted)
     rows = batch_size * q_seq_len
     num_cu = target.num_cu or 1  # of a CPU, for Triton's interpreter, which runs one program at a time
     return tuple(
         replace(c, splits=c.splits or choose_splits(rows, kv_seq_len, c.block_n, num_cu, c.programs_per_cu))
-        for c in dict.fromkeys(configs)
+        for c in configs
     )
 
 
 # ---- arguments ----
 
 
-SIZES = {"batch_size": 1, "q_seq_len": 1, "kv_seq_len": 0}  # of config, with the least that each may be
-DIMENSIONS = {
-    "num_heads": H_Q, "num_kv_heads": 1, "qk_head_dim": D_QK, "kv_lora_rank": D_V, "qk_rope_head_dim": D_ROPE,
-    "v_head_dim": D_V,
+INT32 = range(1 << 31)
+# What each number in config may be.
+CONFIG_INTS = {
+    "batch_size": INT32[1:], "q_seq_len": INT32[1:], "kv_seq_len": INT32, "num_heads": [H_Q], "num_kv_heads": [1],
+    "qk_head_dim": [D_QK], "kv_lora_rank": [D_V], "qk_rope_head_dim": [D_ROPE], "v_head_dim": [D_V],
 }  # fmt: skip
-CONFIG_KEYS = (*SIZES, "sm_scale", *DIMENSIONS)
+CONFIG_KEYS = ("sm_scale", *CONFIG_INTS)
 _config_values = itemgetter(*CONFIG_KEYS)
 
 
@@ -1292,17 +1293,13 @@ def check_arguments(data: Any) -> None:
         _expect(isinstance(value, dict), name, "a dict", type(value).__name__, TypeError)
         for key in keys:
             _expect(key in value, f"{name}[{key!r}]", "the key to be there", sorted(map(str, value)), KeyError)
-    for key, least in SIZES.items():
-        ok = type(config[key]) is int and config[key] >= least
-        _expect(ok, f"config[{key!r}]", f"an int >= {least}", repr(config[key]))
-    for key, value in DIMENSIONS.items():
-        ok = type(config[key]) is int and config[key] == value
-        _expect(ok, f"config[{key!r}]", str(value), repr(config[key]))
-    scale = config["sm_scale"]
+    for key, values in CONFIG_INTS.items():
+        ok = type(config[key]) is int and config[key] in values
+        _expect(ok, f"config[{key!r}]", f"an int in {values}", repr(config[key]))
+    scale, b, s_q, s_kv, *_ = _config_values(config)
     ok = isinstance(scale, float) and 0 < scale < float("inf")
     _expect(ok, "config['sm_scale']", "a float > 0", repr(scale))
 
-    b, s_q, s_kv = (config[key] for key in SIZES)
     for key in ("fp8", "mxfp4"):
         _check_tuple(f"kv_data[{key!r}]", kv_data[key], "values", "scales")
     bf16, (fp8, fp8_scale), (mxfp4, mxfp4_scale) = _caches(kv_data)
@@ -1379,7 +1376,7 @@ def problem_of(data: tuple) -> Problem:
     q, kv_data, qo_indptr, kv_indptr, config = data
     bf16, (fp8, fp8_scale), (mxfp4, scales) = _caches(kv_data)
     values = _config_values(config)
-    b, s_q, s_kv, sm_scale, *dims = values
+    sm_scale, b, s_q, s_kv, *dims = values
     total_kv, width = bf16.shape[0], scales.shape[-1]
     layouts = [
         (x.dtype, x.device, x.stride(), x.requires_grad and torch.is_grad_enabled())
@@ -1434,34 +1431,28 @@ def _output(problem: Problem) -> torch.Tensor:
     return _buffer(name, (problem.total_q, H_Q, D_V), torch.bfloat16, problem.device)
 
 
-def _unit_scale(device: torch.device) -> torch.Tensor:
-    """float32 [1], 1: the scale of values that are unscaled or carry their own."""
-    return _buffer("unit scale", (1,), torch.float32, device, torch.ones)
-
-
 def _split_k(
-    data: tuple, problem: Problem, config: Config, kernel: Any, cache: tuple, strides: tuple, merges: bool = False,
-    **options,
-) -> torch.Tensor:  # fmt: skip
+    data: tuple, problem: Problem, config: Config, kernel: Any, cache: tuple, strides: tuple, **options
+) -> torch.Tensor:
     """One launch of a decode `kernel`, and one of the combine where partials are left.
 
-    cache, strides: its arguments before kv_indptr, the last of them the cache's scale or scales, and at the end.
-    merges: a Gluon kernel, which takes tickets and may combine by itself, its grid the other way round.
+    cache, strides: its arguments before kv_indptr, the last of them the cache's scale or scales, and at the end. A
+    Gluon kernel takes tickets and may combine by itself; its grid is the other way round.
     """
     q, _, _, kv_indptr, _ = data
     total_q, splits, kv_scale = problem.total_q, config.splits, cache[-1]
     out = part = lse = _output(problem)
     part_dtype = torch.float16
     if kv_scale.dtype is not torch.float32:  # values that carry their scales may exceed fp16's range
-        kv_scale, part_dtype = _unit_scale(q.device), torch.float32
+        kv_scale, part_dtype = _buffer("unit scale", (1,), torch.float32, q.device, torch.ones), torch.float32
     if splits > 1:  # normalised partial outputs and their log2-sum-exps
         shape = (total_q, splits, H_Q)
         part = _buffer("part", (*shape, D_V), part_dtype, q.device)
         lse = _buffer("lse", shape, torch.float32, q.device)
     options.setdefault("num_warps", config.num_warps)
-    one_launch = merges and config.one_launch and splits > 1
-    grid, tickets = (splits, total_q), []
-    if merges:
+    grid, tickets, one_launch = (splits, total_q), [], False
+    if kernel is not _decode:
+        one_launch = config.one_launch and splits > 1
         grid, tickets = (total_q, splits), [kv_indptr]
         options["ONE_LAUNCH"] = one_launch
     if one_launch:  # zeros, which every launch leaves so
@@ -1513,20 +1504,20 @@ def _run_hopper_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tens
         for dims in (D_V, D_ROPE)
     )
     kv_len = problem.kv_seq_len if problem.uniform else 0
-    return _split_k(data, problem, config, _decode_fp8_hopper, (*tiles, kv_scale), (kv_len,), merges=True, num_warps=4)
+    return _split_k(data, problem, config, _decode_fp8_hopper, (*tiles, kv_scale), (kv_len,), num_warps=4)
 
 
 def _run_gfx950_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
     options = {"WAVES": config.num_warps, "PAIRS": True, "waves_per_eu": 2}
-    return _split_k(data, problem, config, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), merges=True, **options)
+    return _split_k(data, problem, config, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), **options)
 
 
 def _run_gfx950_mxfp4(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     packed, scales = data[1]["mxfp4"]
     cache = packed.view(torch.uint8), scales.view(torch.int32)
     strides = tuple(x.stride(0) for x in cache)
-    return _split_k(data, problem, config, _decode_mxfp4_gfx950, cache, strides, merges=True, waves_per_eu=1)
+    return _split_k(data, problem, config, _decode_mxfp4_gfx950, cache, strides, waves_per_eu=1)
 
 
 def _run_torch_bmm(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
@@ -1819,7 +1810,7 @@ def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | 
         return q, None
     q8 = _buffer("q8", q.shape, torch.float8_e4m3fn, q.device)
     if form == "cast":
-        return q8.copy_(q), _unit_scale(q.device)
+        return q8.copy_(q), _buffer("unit scale", (1,), torch.float32, q.device, torch.ones)
     aiter = _aiter()
     if hasattr(aiter.ops.quant, "dynamic_per_tensor_quant"):
         scale = _buffer("scale of q8", (1,), torch.float32, q.device)
@@ -2071,14 +2062,6 @@ def _timed(call: Callable[[], torch.Tensor], flush: torch.Tensor | None) -> tupl
     return output, start.elapsed_time(end) * 1e3
 
 
-def _spoil(problem: Problem) -> None:
-    """Fills the output and all partials with NaN: no arm may live on what another one, or its last run, left there."""
-    _output(problem).fill_(float("nan"))
-    for (name, *_, device), x in list(_SCRATCH.items()):  # other threads add to it
-        if name in ("part", "lse") and device == problem.device:
-            x.fill_(float("nan"))
-
-
 def _prove(
     data: tuple, problem: Problem, config: Config, expected: torch.Tensor, flush: torch.Tensor | None, runs: int
 ) -> tuple[float, float]:
@@ -2088,7 +2071,11 @@ def _prove(
     """
     arm, times_us = ARMS[config.arm], []
     for i in range(runs):
-        _spoil(problem)
+        # No arm may live on what another one, or its last run, left. Other threads add to _SCRATCH.
+        for (name, *_, device), x in [*_SCRATCH.items()]:
+            if name in ("part", "lse") and device == problem.device:
+                x.fill_(float("nan"))
+        _output(problem).fill_(float("nan"))
         output, time_us = _timed(partial(arm.run, data, problem, config), flush)
         times_us.append(time_us)
         if i == 0:
@@ -2102,9 +2089,9 @@ def _prove(
 def _first_call(data: tuple, problem: Problem) -> Config:
     """The configuration for all calls that pose `problem`: the fastest candidate that proves right on `data`.
 
-    With MLA_TUNE=0 it is the first that does. Unless asked for, the mxfp4 cache must itself be within tolerance of the
-    bf16 cache on `data`. Every candidate that is dropped is named on stderr with its reason. Raises what
-    `check_arguments` raises, ValueError for a setting, RuntimeError with all reasons if no candidate is left.
+    Unless asked for, the mxfp4 cache must itself be within tolerance of the bf16 cache on `data`. Candidates that are
+    dropped are named on stderr with the reason. Raises what `check_arguments` raises, ValueError for a setting,
+    RuntimeError with all reasons if no candidate is left.
     """
     check_arguments(data)
     backend, kv = _setting("MLA_BACKEND", "", *ARMS), _setting("MLA_KV", "auto", "fp8", "mxfp4")
