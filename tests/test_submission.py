@@ -742,12 +742,12 @@ def test_forced_arm_that_reads_another_cache_is_refused(monkeypatch, arm, kv):
         submission.custom_kernel(GOOD)
 
 
-@pytest.mark.parametrize("arm, block_n", [("triton_mxfp4", 32), ("triton_fp8", 64)])
-def test_forced_arm_takes_its_configuration_from_the_table(monkeypatch, arm, block_n):
+@pytest.mark.parametrize("arm, num_warps", [("gfx950_fp8", 4), ("gfx950_mxfp4", 4), ("triton_mxfp4", 8)])
+def test_forced_arm_takes_its_configuration_from_the_table(monkeypatch, arm, num_warps):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(submission, "_target", lambda device: Target("sm90", 132))
+    monkeypatch.setattr(submission, "_target", lambda device: Target("gfx950", 256))
     (config,) = submission._candidates(submission.problem_of(GOOD), arm, "auto")
-    assert (config.arm, config.block_n) == (arm, block_n)
+    assert (config.arm, config.num_warps) == (arm, num_warps)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
