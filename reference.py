@@ -342,52 +342,21 @@ def _aiter_decode(q: torch.Tensor, q_scale: torch.Tensor, data: input_t) -> torc
     metadata, work_indptr, work_info, reduce_indptr, reduce_final_map, reduce_partial_map = work
     # Positional, because the order (info_set before indptr) is stable over AITER versions and the names are not.
     aiter.get_mla_metadata_v1(
-        qo_indptr,
-        kv_indptr,
-        kv_lens,
-        NUM_HEADS // NUM_KV_HEADS,
-        NUM_KV_HEADS,
-        True,
-        metadata,
-        work_info,
-        work_indptr,
-        reduce_indptr,
-        reduce_final_map,
-        reduce_partial_map,
-        page_size=1,
-        kv_granularity=16,
-        max_seqlen_qo=s_q,
-        uni_seqlen_qo=s_q,
-        max_split_per_batch=num_splits,
-        dtype_q=q.dtype,
-        dtype_kv=kv.dtype,
-        **schedule,
-    )
+        qo_indptr, kv_indptr, kv_lens, NUM_HEADS // NUM_KV_HEADS, NUM_KV_HEADS, True,
+        metadata, work_info, work_indptr, reduce_indptr, reduce_final_map, reduce_partial_map,
+        page_size=1, kv_granularity=16, max_seqlen_qo=s_q, uni_seqlen_qo=s_q, max_split_per_batch=num_splits,
+        dtype_q=q.dtype, dtype_kv=kv.dtype, **schedule,
+    )  # fmt: skip
     _require_safe_work(work_indptr, work_info)
     out = torch.empty((q.shape[0], NUM_HEADS, V_HEAD_DIM), dtype=torch.bfloat16, device=q.device)
+    tokens = torch.arange(kv.shape[0], dtype=torch.int32, device=q.device)
     aiter.mla.mla_decode_fwd(
-        q,
-        kv.view(-1, 1, NUM_KV_HEADS, QK_HEAD_DIM),
-        out,
-        qo_indptr,
-        kv_indptr,
-        torch.arange(kv.shape[0], dtype=torch.int32, device=q.device),
-        kv_lens,
-        s_q,
-        page_size=1,
-        nhead_kv=NUM_KV_HEADS,
-        sm_scale=config["sm_scale"],
-        num_kv_splits=num_splits,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        intra_batch_mode=True,
-        work_meta_data=metadata,
-        work_indptr=work_indptr,
-        work_info_set=work_info,
-        reduce_indptr=reduce_indptr,
-        reduce_final_map=reduce_final_map,
-        reduce_partial_map=reduce_partial_map,
-    )
+        q, kv.view(-1, 1, NUM_KV_HEADS, QK_HEAD_DIM), out, qo_indptr, kv_indptr, tokens, kv_lens, s_q,
+        page_size=1, nhead_kv=NUM_KV_HEADS, sm_scale=config["sm_scale"], num_kv_splits=num_splits,
+        q_scale=q_scale, kv_scale=kv_scale, intra_batch_mode=True,
+        work_meta_data=metadata, work_indptr=work_indptr, work_info_set=work_info,
+        reduce_indptr=reduce_indptr, reduce_final_map=reduce_final_map, reduce_partial_map=reduce_partial_map,
+    )  # fmt: skip
     return out
 
 
@@ -444,6 +413,14 @@ def _malformed(data: input_t, output: object) -> str:
     if output.device != data[0].device:
         return f"output: expected device {data[0].device}, got {output.device}"
     return ""
+
+
+def _not_finite(output: torch.Tensor) -> str:
+    bad = ~torch.isfinite(output)
+    if not bad.any():
+        return ""
+    first = tuple(bad.nonzero()[0].tolist())
+    return f"output: expected finite values, got {bad.sum().item()} NaN or Inf, first at {first}"
 
 
 # RMS relative rounding error of a standard normal: bf16 (8 significant bits), e4m3 (4).
@@ -565,6 +542,12 @@ def _groupings(batch: int) -> dict[str, Callable]:
         "sequence": lambda x: x.reshape(batch, -1),
         "row (query * 16 + head)": lambda x: x.reshape(-1, 1),
     }
+
+
+def _worst(errors: torch.Tensor, bounds: torch.Tensor) -> tuple[int, float, float]:
+    """Flat index of the error that is largest for its bound, that error and its bound."""
+    k = int(_ratio(errors, bounds).argmax())
+    return k, errors.flatten()[k].item(), bounds.flatten()[k].item()
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -742,44 +725,40 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
 
     model = _ErrorModel.of(data, kv)
     groupings = _groupings(data[4]["batch_size"])
-    failures = []
+    failures: list[str] = []
+
+    def require(what: str, error: float, bound: float, where: str = "") -> None:
+        if not error <= bound:
+            failures.append(f"{what} {error:.2e} > {bound:.2e}{where}")
 
     kernel_error = relative_error(x, out)
     kernel_bound = model.error_bound(groupings["all rows"]).item()
-    if not kernel_error <= kernel_bound:
-        failures.append(f"kernel error {kernel_error:.2e} > {kernel_bound:.2e}")
+    require("kernel error", kernel_error, kernel_bound)
 
     own_error = relative_error(out, exact)
     end_to_end_error = relative_error(x, exact)
     end_to_end_bound = math.hypot(OWN_ERROR_MULTIPLE * own_error, kernel_bound)
-    if not end_to_end_error <= end_to_end_bound:
-        failures.append(f"end-to-end error {end_to_end_error:.2e} > {end_to_end_bound:.2e}")
+    require("end-to-end error", end_to_end_error, end_to_end_bound)
 
     row_errors = _ratio((x - out).norm(dim=-1), out.norm(dim=-1)).flatten()
-    row_bounds = model.error_bound(groupings["row (query * 16 + head)"])
-    row = int(_ratio(row_errors, row_bounds).argmax())
-    worst_row_error, row_bound = row_errors[row].item(), row_bounds[row].item()
-    if not worst_row_error <= row_bound:
-        query, head = divmod(row, NUM_HEADS)
-        failures.append(f"error {worst_row_error:.2e} > {row_bound:.2e} of query {query}, head {head}")
+    row, worst_row_error, row_bound = _worst(row_errors, model.error_bound(groupings["row (query * 16 + head)"]))
+    query, head = divmod(row, NUM_HEADS)
+    require("error", worst_row_error, row_bound, f" of query {query}, head {head}")
 
     miscount, variance = _judge_tokens(data, x, kv, out, lse)
-    element_errors = (x - out).abs()
     element_bounds = model.element_bound(out, data[4]["sm_scale"] * q[..., :V_HEAD_DIM], variance)
-    k = int(_ratio(element_errors, element_bounds).argmax())
-    worst_element_error, element_bound = element_errors.flatten()[k].item(), element_bounds.flatten()[k].item()
-    if not worst_element_error <= element_bound:
-        query, head, dim = (int(i) for i in torch.unravel_index(torch.tensor(k), out.shape))
-        where = f"query {query}, head {head}, dim {dim}"
-        failures.append(f"error {worst_element_error:.2e} > {element_bound:.2e} of {where}")
+    k, worst_element_error, element_bound = _worst((x - out).abs(), element_bounds)
+    row, dim = divmod(k, V_HEAD_DIM)
+    query, head = divmod(row, NUM_HEADS)
+    require("error", worst_element_error, element_bound, f" of query {query}, head {head}, dim {dim}")
 
     dot, square = (x * out).sum(-1), out.square().sum(-1)
     slope, worst_slope, slope_bound = math.nan, 1.0, SLOPE_TOLERANCE
     for name, group in groupings.items():
         gains = _ratio(group(dot).sum(-1) - group(square).sum(-1), group(square).sum(-1))
         tolerances = model.slope_bound(group)
-        k = int((gains.abs() / tolerances).argmax())
-        gain, tolerance = gains[k].item(), tolerances[k].item()
+        k, _, tolerance = _worst(gains.abs(), tolerances)
+        gain = gains[k].item()
         if name == "all rows":
             slope = 1 + gain
         if abs(gain) / tolerance >= abs(worst_slope - 1) / slope_bound:
@@ -810,14 +789,6 @@ def strict_check(data: input_t, output: output_t, kv: str | None = None) -> Stri
         element_bound=element_bound,
         worst_weight=1 + miscount.excess,
     )
-
-
-def _not_finite(output: torch.Tensor) -> str:
-    bad = ~torch.isfinite(output)
-    if not bad.any():
-        return ""
-    first = tuple(bad.nonzero()[0].tolist())
-    return f"output: expected finite values, got {bad.sum().item()} NaN or Inf, first at {first}"
 
 
 def check_implementation(data: input_t, output: output_t) -> tuple[bool, str]:

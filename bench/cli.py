@@ -292,6 +292,17 @@ COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not t
 
 
 @app.command(
+    "leaderboard",
+    help="Time each case as the ranking does: a new input for every call, every output checked.",
+    epilog=with_examples(
+        ("leaderboard", "timed as in the ranking"),
+        ("leaderboard --repeats 10", "at most ten new inputs"),
+        ("leaderboard --json old.json", "keep the numbers"),
+        ("leaderboard --compare old.json", "is it faster now?"),
+        after=COMPARING,
+    ),
+)
+@app.command(
     "benchmark",
     help="Time each case: one checked call, then timed calls on the same input, each followed by the reader.",
     epilog=with_examples(
@@ -300,17 +311,6 @@ COMPARING = f"[dim]--compare[/dim] calls a case {RULE}. The exit code does not t
         ("benchmark --json old.json", "keep the numbers"),
         ("benchmark --compare old.json", "is it faster now?"),
         ("benchmark --plot times.png", "with the roof"),
-        after=COMPARING,
-    ),
-)
-@app.command(
-    "leaderboard",
-    help="Time each case as the ranking does: a new input for every call, every output checked.",
-    epilog=with_examples(
-        ("leaderboard", "timed as in the ranking"),
-        ("leaderboard --repeats 10", "at most ten new inputs"),
-        ("leaderboard --json old.json", "keep the numbers"),
-        ("leaderboard --compare old.json", "is it faster now?"),
         after=COMPARING,
     ),
 )

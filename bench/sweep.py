@@ -31,6 +31,7 @@ from submission import Config
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CHECKED_SEQUENCES = 4
+PRINTED_ROWS = 6
 
 
 def hopper_configs(batch_size: int, kv_seq_len: int, num_cu: int) -> list[Config]:
@@ -92,7 +93,6 @@ def main(
     arm: Annotated[list[str] | None, typer.Option("--arm", help=f"Among {', '.join(ARMS)}; repeatable.")] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed runs of each configuration.")] = 25,
     json_path: JsonOption = None,
-    best: Annotated[int, typer.Option(min=1, help="Rows to print for each shape.")] = 6,
 ) -> None:
     """Sweep configurations on the GPU."""
     arms = arm or ["hopper_fp8"]
@@ -128,7 +128,7 @@ def main(
                 {"case": label, "config": asdict(config), "median_us": medians[config],
                  "reader_us": medians[None], "error": errors[config]}
             )  # fmt: skip
-        for row in [r for r in results if r["case"] == label][:best]:
+        for row in [r for r in results if r["case"] == label][:PRINTED_ROWS]:
             shown = " ".join(f"{k}={v}" for k, v in row["config"].items())
             ratio = row["median_us"] / row["reader_us"]
             table.add_row(shown, f"{row['median_us']:.1f}", f"{ratio:.3f}", f"{row['error']:.1e}")
