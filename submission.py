@@ -576,45 +576,96 @@ def _view(smem, dtype, shape, layout, _semantic=None):
 
 
 @_gluon_constexpr
-def _unit_keys(width):
-    """What each bit of a row's number XORs onto the row's 16-byte units in LDS, against bank conflicts."""
-    return (1, 2, 4, 4, 0) if width == 512 else (0, 0, 0, 1, 2)
+def _mfma(waves, k):
+    """Products [waves, 16, n], a wave each, by instructions of `k` dims."""
+    return AMDMFMALayout(4, [16, 16, k], True, [waves, 1, 1])
 
 
 @_gluon_constexpr
 def _tile_layout(waves, width, tokens):
-    """[waves, 64, width] bytes, two buffers of 32 rows a wave; bit i of a row's number stands for row tokens[i]."""
+    """[waves, 64, width] bytes, two buffers of 32 rows a wave; bit i of a row's number stands for row tokens[i]. Each
+    XORs its key onto the row's 16-byte units, against bank conflicts.
+    """
+    keys = (1, 2, 4, 4, 0, 0) if width == 512 else (0, 0, 0, 1, 2, 0)
     return gl.SharedLinearLayout(
         [[0, 0, 1 << i] for i in range(width.bit_length() - 1)]
-        + [[0, row, 16 * key] for row, key in zip((*tokens, 32), (*_unit_keys(width), 0), strict=True)]
+        + [[0, row, 16 * key] for row, key in zip((*tokens, 32), keys, strict=True)]
         + [[1 << i, 0, 0] for i in range(waves.bit_length() - 1)]
     )
 
 
 @_gluon_jit
-def _each_wave(smem, LAYOUT: gl.constexpr, WAVES: gl.constexpr):
-    """fp8 [16, n] in LDS as an operand [WAVES, 16, n]."""
-    x = cdna4.async_copy.load_shared_relaxed(smem, gl.SliceLayout(0, LAYOUT)).to(gl.int8, bitcast=True)
-    x, _ = gl.broadcast(gl.expand_dims(x, 0), gl.zeros([WAVES, 1, 1], gl.int8, LAYOUT))
-    return x.to(gl.float8e4nv, bitcast=True)
-
-
-@_gluon_jit
-def _copy_offsets(stride_kv_t, ROWS: gl.constexpr, WIDTH: gl.constexpr, WAVES: gl.constexpr):
-    """Offsets of what fills [WAVES, ROWS, WIDTH] bytes of LDS in order: they carry the swizzle."""
+def _copy_offsets(stride_kv_t, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Offsets of what fills [waves, ROWS, WIDTH] bytes of LDS in order: they carry the swizzle of `_tile_layout`."""
+    WAVES: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 1024 // WIDTH, WIDTH // 16], [WAVES, 1, 1], [2, 1, 0])
-    KEYS: gl.constexpr = _unit_keys(WIDTH)
-    row = _iota(ROWS, 1, LAYOUT, 3)
-    key = row * 0
-    for i in gl.static_range(5):
-        key ^= ((row >> i) & 1) * KEYS[i]
-    return (_iota(WAVES, 0, LAYOUT, 3) * 32 + row) * stride_kv_t + (_iota(WIDTH, 2, LAYOUT, 3) ^ (key * 16))
+    row = gl.arange(0, ROWS)[None, :, None]
+    key = (row & 7) ^ ((row >> 1) & 4) if WIDTH == 512 else row >> 3
+    byte = gl.arange(0, WIDTH)[None, None, :] ^ (key * 16)
+    return gl.set_auto_layout((gl.arange(0, WAVES)[:, None, None] * 32 + row) * stride_kv_t + byte, LAYOUT)
 
 
 @_gluon_jit
-def _gfx950_wave_instruction(TEXT: gl.constexpr):
-    """An instruction of every wave, which no memory access moves across."""
-    gl.inline_asm_elementwise(TEXT + " // $0", "=v", [], dtype=gl.int32, is_pure=False, pack=1)
+def _head_offsets(stride, WIDTH: gl.constexpr, VEC: gl.constexpr):
+    """Offsets of [16, WIDTH], VEC neighbours a lane."""
+    WAVES: gl.constexpr = gl.num_warps()
+    ALL: gl.constexpr = gl.BlockedLayout([WAVES, 1, VEC], [1, 16 // WAVES, 4 * WAVES], [1, WAVES, 1], [2, 1, 0])
+    offs = gl.arange(0, 16)[:, None] * stride + gl.arange(0, WIDTH)[None, :]
+    return gl.set_auto_layout(offs, gl.SliceLayout(0, ALL))
+
+
+@_gluon_jit
+def _gfx950_start(q_ptr, kv_indptr, s_q, stride_q_t, stride_q_h, SPLITS: gl.constexpr):
+    """Q's latent and rope parts, float32 [16, 512] and [16, 64], number of tiles, their first row and number of rows.
+
+    Without a tile row 0, which exists, stands in. Grid (total_q, SPLITS): programs go round the 8 XCDs, and with t
+    first, the splits of a row share an XCD when 8 divides total_q.
+    """
+    TILE: gl.constexpr = 32 * gl.num_warps()
+    t = gl.program_id(0)
+    # Q before KV: loads complete in order.
+    q_row = q_ptr + t.to(gl.int64) * stride_q_t
+    qn = cdna4.buffer_load(q_row, _head_offsets(stride_q_h, 512, 8)).to(gl.float32)
+    qr = cdna4.buffer_load(q_row + 512, _head_offsets(stride_q_h, 64, 4)).to(gl.float32)
+    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, gl.program_id(1), SPLITS, TILE)
+    row = gl.where(last > first, kv_start + first * TILE, 0).to(gl.int64)
+    rows = gl.where(last > first, gl.minimum(kv_end - kv_start, last * TILE) - first * TILE, 1)
+    return qn, qr, last - first, row, rows
+
+
+@_gluon_jit
+def _query_chunk(smem, c: gl.constexpr):
+    """128 dims of fp8 [16, 512] in LDS as an operand [waves, 16, 128]."""
+    WAVES: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(0, _mfma(WAVES, 128), 16))
+    x = cdna4.async_copy.load_shared_relaxed(smem.slice(128 * c, 128, 1), LAYOUT).to(gl.int8, bitcast=True)
+    return (gl.expand_dims(x, 0) | gl.zeros([WAVES, 1, 1], gl.int8)).to(gl.float8e4nv, bitcast=True)
+
+
+@_gluon_jit
+def _gfx950_query(qn, qr, scale):
+    """Q as fp8 pairs: operands of 128 dims, four of the latent part's hi and one of rope's hi and lo; the latent part's
+    lo [16, 512] in LDS; and what turns products into logits, [waves, 16].
+    """
+    WAVES: gl.constexpr = gl.num_warps()
+    STAT: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, _mfma(WAVES, 32), 8))
+    QN: gl.constexpr = gl.SliceLayout(1, qn.type.layout)
+    QR: gl.constexpr = gl.SliceLayout(1, qr.type.layout)
+    # A power-of-two scale per head makes hi + lo exact for bf16.
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), QN)
+    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
+    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
+    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, QR)[:, None])
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT))[None, :] * scale + gl.zeros([WAVES, 1], gl.float32)
+    # One piece of LDS hands out rope, then hi.
+    smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
+    smem.slice(0, 64, 1).store(qr_hi)
+    smem.slice(64, 64, 1).store(qr_lo)
+    rope = _query_chunk(smem, 0)
+    smem.store(qn_hi)
+    hi = [_query_chunk(smem, c) for c in (0, 1, 2, 3)]
+    smem.store(qn_lo)
+    return hi + (rope,), smem, logit_scale
 
 
 @_gluon_jit
@@ -626,11 +677,11 @@ def _gfx950_copy(smem, ptr, offs, last):
 
 
 @_gluon_jit
-def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAVES: gl.constexpr):
+def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr):
     """Starts loading the tile at `kv_rows`, of which `left` > 0 rows count, into buffer BUF."""
     nope, rope = tile
     offs_n, offs_r = offs
-    last = (gl.minimum(left, 32 * WAVES) - 1) * stride_kv_t
+    last = (gl.minimum(left, 32 * gl.num_warps()) - 1) * stride_kv_t
     half = gl.minimum(16 * stride_kv_t, last)
     _gfx950_copy(nope.slice(BUF * 32, 16, 1), kv_rows, offs_n, last + 496)
     _gfx950_copy(nope.slice(BUF * 32 + 16, 16, 1), kv_rows + half, offs_n, last - half + 496)
@@ -639,153 +690,108 @@ def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr, WAV
 
 
 @_gluon_jit
-def _gfx950_mask(x, left, WAVES: gl.constexpr):
-    """Scores [WAVES, 16, 32] of a tile with `left` rows, by token; -inf past the end."""
-    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4])
+def _gfx950_by_token(x, left):
+    """Scores [waves, 16, 32] of a tile with `left` rows by token, as P V takes them; -inf past the end.
+
+    They come in an order that leaves them in place: row 16 a + 4 b + c of K is token 8 b + 4 a + c.
+    """
+    WAVES: gl.constexpr = gl.num_warps()
+    x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([WAVES, 16, 32])
+    x = gl.convert_layout(x, gl.DotOperandLayout(0, _mfma(WAVES, 32), 8), assert_trivial=True)
     if left < 32 * WAVES:
-        X5: gl.constexpr = x.type.layout
-        lane_left = left - _iota(WAVES, 0, X5, 5) * 32 - _iota(4, 2, X5, 5) * 8
-        x = gl.where(_iota(2, 3, X5, 5) * 4 + _iota(4, 4, X5, 5) < lane_left, x, float("-inf"))
-    return x.reshape([WAVES, 16, 32])
+        token = gl.arange(0, WAVES)[:, None, None] * 32 + gl.arange(0, 32)[None, None, :]
+        x = gl.where(token < left, x, float("-inf"))
+    return x
 
 
 @_gluon_jit
-def _gfx950_step(
-    tile,  # LDS: latent [WAVES, 64, 512], rope [WAVES, 64, 64]
-    q,  # operands: hi of four chunks of 128 dims, hi and lo of rope
-    q_lo,  # LDS [16, 512]
-    state,  # maximum and sum [WAVES, 16], four accumulators [WAVES, 16, 128]
-    left,  # rows from this tile on
-    logit_scale,
-    BUF: gl.constexpr,
-    WAVES: gl.constexpr,
-    PAIRS: gl.constexpr,
-):
-    """One tile: a wave takes 32 tokens, all heads and dims, so waves meet only at the end."""
-    M128: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1])
-    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
-    STAT: gl.constexpr = gl.SliceLayout(2, M32)
-    P: gl.constexpr = gl.DotOperandLayout(0, M32, 8)
-    # Row 16 a + 4 b + c of Q K^T is token 8 b + 4 a + c: then P lies as P V takes it.
+def _gfx950_step(tile, q, q_lo, state, left, logit_scale, BUF: gl.constexpr, PAIRS: gl.constexpr):
+    """The tile in buffer BUF: a wave takes 32 tokens, all heads and dims, so waves meet only at the end.
+
+    tile: LDS, latent [waves, 64, 512] and rope [waves, 64, 64]. q, q_lo, logit_scale: of `_gfx950_query`. state: what P
+    is relative to and its sum, [waves, 16], and four accumulators [waves, 16, 128]. left: rows from this tile on.
+    """
+    WAVES: gl.constexpr = gl.num_warps()
+    M128: gl.constexpr = _mfma(WAVES, 128)
+    M32: gl.constexpr = _mfma(WAVES, 32)
+    K: gl.constexpr = gl.DotOperandLayout(1, M128, 16)
     K_TOKENS: gl.constexpr = (1, 2, 16, 4, 8)
     V_TOKENS: gl.constexpr = (1, 2, 4, 8, 16)
     nope, rope = tile
-    kn = _view(nope, gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, K_TOKENS)).permute([0, 2, 1])
-    kr = _view(rope, gl.float8e4nv, [WAVES, 64, 64], _tile_layout(WAVES, 64, K_TOKENS)).permute([0, 2, 1])
-    vn = _view(nope, gl.float8e4nv, [WAVES, 64, 512], _tile_layout(WAVES, 512, V_TOKENS))
-    kn = kn.slice(BUF * 32, 32, 2)
-    vn = vn.slice(BUF * 32, 32, 1)
-    m, norm, acc = state
+    kn = _view(nope, gl.float8e4nv, nope.shape, _tile_layout(WAVES, 512, K_TOKENS)).permute([0, 2, 1])
+    kr = _view(rope, gl.float8e4nv, rope.shape, _tile_layout(WAVES, 64, K_TOKENS)).permute([0, 2, 1])
+    vn = _view(nope, gl.float8e4nv, nope.shape, _tile_layout(WAVES, 512, V_TOKENS)).slice(BUF * 32, 32, 1)
+    base, norm, acc = state
 
-    # An ordinary shared load would wait for the other buffer's loads too.
+    # An ordinary shared load would wait for the other buffer's loads too. Rope goes under Q's hi and under its lo.
     k = cdna4.async_copy.load_shared_relaxed(kr.slice(BUF * 32, 32, 2), gl.DotOperandLayout(1, M32, 16))
-    x = cdna4.mfma(q[4], k, gl.zeros([WAVES, 16, 32], gl.float32, M32))
-    if PAIRS:
-        x = cdna4.mfma(q[5], k, x)
-    x = gl.convert_layout(x, M128, assert_trivial=True)
+    k = gl.convert_layout(gl.join(k, k).permute([0, 3, 1, 2]).reshape([WAVES, 128, 32]), K, assert_trivial=True)
+    x = _mfma_k128(q[4], k, gl.zeros([WAVES, 16, 32], gl.float32, M128))
     for c in gl.static_range(4):
-        k = cdna4.async_copy.load_shared_relaxed(kn.slice(128 * c, 128, 1), gl.DotOperandLayout(1, M128, 16))
+        k = cdna4.async_copy.load_shared_relaxed(kn.slice(128 * c, 128, 1).slice(BUF * 32, 32, 2), K)
         x = _mfma_k128(q[c], k, x)
         if PAIRS:
-            x = _mfma_k128(_each_wave(q_lo.slice(128 * c, 128, 1), gl.DotOperandLayout(0, M128, 16), WAVES), k, x)
+            x = _mfma_k128(_query_chunk(q_lo, c), k, x)
 
-    x = _gfx950_mask(x, left, WAVES)
-    X: gl.constexpr = gl.SliceLayout(2, x.type.layout)
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(x, 2), STAT, assert_trivial=True) * logit_scale)
-    rescale = gl.exp2(m - m_new)
-    # P x 2^8 uses e4m3's range, so that lo is no denormal.
-    shift = gl.convert_layout(m_new - 8.0, X, assert_trivial=True)
-    scale = gl.convert_layout(logit_scale, X, assert_trivial=True)
-    p = gl.exp2(x * scale[:, :, None] - shift[:, :, None])
-    norm = norm * rescale + gl.convert_layout(gl.sum(p, 2), STAT, assert_trivial=True)
+    x = _gfx950_by_token(x, left)
+    # P up to 2^8 uses e4m3's range, so that lo is no denormal.
+    new = gl.maximum(base, gl.max(x, 2) * logit_scale - 8.0)
+    p = gl.exp2(x * logit_scale[:, :, None] - new[:, :, None])
+    rescale = gl.exp2(base - new)
+    norm = norm * rescale + gl.sum(p, 2)
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(2, M32), assert_trivial=True)
     p_hi = p.to(gl.float8e4nv)
-    p_lo = gl.convert_layout((p - p_hi.to(gl.float32)).to(gl.float8e4nv), P, assert_trivial=True)
-    p_hi = gl.convert_layout(p_hi, P, assert_trivial=True)
-    acc_new = ()
+    p_lo = (p - p_hi.to(gl.float32)).to(gl.float8e4nv)
+    out = ()
     for c in gl.static_range(4):
         v = cdna4.async_copy.load_shared_relaxed(vn.slice(128 * c, 128, 2), gl.DotOperandLayout(1, M32, 8))
         a = cdna4.mfma(p_hi, v, acc[c] * rescale[:, :, None])
         if PAIRS:
             a = cdna4.mfma(p_lo, v, a)
-        acc_new = acc_new + (a,)
-    return m_new, norm, acc_new
-
-
-@_gluon_jit
-def _gfx950_query(q_row, stride_q_h, WAVES: gl.constexpr):
-    """Q's latent and rope parts, float32 [16, 512] and [16, 64]. Before KV: loads complete in order."""
-    QN: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
-    QR: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
-    qn = cdna4.buffer_load(q_row, _iota(16, 0, QN, 2) * stride_q_h + _iota(512, 1, QN, 2))
-    qr = cdna4.buffer_load(q_row + 512, _iota(16, 0, QR, 2) * stride_q_h + _iota(64, 1, QR, 2))
-    return qn.to(gl.float32), qr.to(gl.float32)
-
-
-@_gluon_jit
-def _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES: gl.constexpr, STAT: gl.constexpr):
-    """Q's latent and rope parts as hi and lo each, and what turns their products into logits [WAVES, 16]."""
-    QN: gl.constexpr = gl.SliceLayout(1, qn.type.layout)
-    QR: gl.constexpr = gl.SliceLayout(1, qr.type.layout)
-    # A power-of-two scale per head makes hi + lo exact for bf16.
-    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), QN)
-    up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
-    qn_hi, qn_lo = _hi_lo(qn, up[:, None])
-    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, QR)[:, None])
-    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT)) * (kv_scale * softmax_scale)
-    logit_scale, _ = gl.broadcast(logit_scale[None, :], gl.zeros([WAVES, 1], gl.float32, STAT))
-    return qn_hi, qn_lo, qr_hi, qr_lo, logit_scale
-
-
-@_gluon_jit
-def _gfx950_chunks(q, smem, WAVES: gl.constexpr):
-    """fp8 Q [16, 512] as four operands of 128 dims, by way of LDS, which keeps it."""
-    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [WAVES, 1, 1]), 16)
-    smem.store(q)
-    chunks = ()
-    for c in gl.static_range(4):
-        chunks = chunks + (_each_wave(smem.slice(128 * c, 128, 1), A128, WAVES),)
-    return chunks
-
-
-@_gluon_jit
-def _gfx950_weights(m, norm):
-    """From the waves' maxima and sums [WAVES, 16] the weights of their shares of the output, and its log2-sum-exp."""
-    top = gl.max(m, 0)
-    weight = gl.exp2(m - top[None, :])
-    total = gl.sum(norm * weight, 0)
-    return weight / gl.where(total == 0.0, 1.0, total)[None, :], top + gl.log2(total)
+        out = out + (a,)
+    return new, norm, out
 
 
 @_gluon_jit
 def _gfx950_finish(
-    merge, lse, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS: gl.constexpr, WAVES: gl.constexpr,
-    ONE_LAUNCH: gl.constexpr,
-):  # fmt: skip
-    """Adds up the waves' shares, [WAVES, 16, 512] in LDS, and writes the output, or the partial and, as the last of a
-    query row to arrive, the output.
+    state, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, SPLITS: gl.constexpr, ONE_LAUNCH: gl.constexpr
+):
+    """Adds up the waves' shares: by wave and head what P is relative to and its sum, [waves, 16], and the output in
+    pieces [waves, 16, ..]. Writes the output, or the partial and, as the last of a query row to arrive, the output.
     """
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 1, 64], [1, WAVES, 1], [2, 1, 0])
-    o = merge.slice(0, 1, 0).load(OUT)
-    for w in gl.static_range(1, WAVES):
-        o += merge.slice(w, 1, 0).load(OUT)
-    offs_o = _iota(16, 1, OUT, 3) * 512 + _iota(512, 2, OUT, 3)
+    base, norm, acc = state
+    WIDTH: gl.constexpr = acc[0].shape[2]
+    top = gl.max(base, 0)
+    weight = gl.exp2(base - top[None, :])
+    total = gl.sum(norm * weight, 0)
+    weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
+    weight = gl.convert_layout(weight, gl.SliceLayout(2, acc[0].type.layout))[:, :, None]
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])
+    shares = gl.allocate_shared_memory(gl.float32, [gl.num_warps(), 16, 512], SWIZZLED)
+    for c in gl.static_range(512 // WIDTH):
+        shares.slice(WIDTH * c, WIDTH, 2).store(acc[c] * weight)
+
+    offs = _head_offsets(512, 512, 8)
+    LAYOUT: gl.constexpr = offs.type.layout
+    o = gl.sum(shares.load(LAYOUT.parent), 0)
+    t = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1)
+    out_row = out_ptr + t * 8192
+    parts = part_ptr + t * SPLITS * 8192
+    lses = lse_ptr + t * SPLITS * 16
     if SPLITS == 1:
-        gl.store(out_ptr + t.to(gl.int64) * 8192 + offs_o, (o * kv_scale).to(gl.bfloat16))
+        gl.store(out_row + offs, (o * kv_scale).to(gl.bfloat16))
     else:
-        part_row = t.to(gl.int64) * SPLITS + split
-        gl.store(part_ptr + part_row * 8192 + offs_o, o.to(part_ptr.dtype.element_ty))
-        gl.store(lse_ptr + part_row * 16 + gl.arange(0, 16, lse.type.layout), lse)
+        gl.store(parts + split * 8192 + offs, o.to(part_ptr.dtype.element_ty))
+        gl.store(lses + split * 16 + gl.arange(0, 16), top + gl.log2(total))
     if ONE_LAUNCH:
         # XCDs share no L2. Every wave waits for its own stores, as gfx950's s_barrier does not; then the release in
         # `_arrive_last` writes this XCD's L2 back before it takes the ticket, and the last program's acquire drops
         # stale lines, in every wave rather than in the one that took the ticket.
-        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")
+        gl.inline_asm_elementwise("s_waitcnt vmcnt(0) // $0", "=v", [], dtype=gl.int32, is_pure=False, pack=1)
         if _arrive_last(ticket_ptr + t, SPLITS):
-            _gfx950_wave_instruction("buffer_inv sc1")
-            row_parts = t.to(gl.int64) * SPLITS
-            MERGE: gl.constexpr = gl.BlockedLayout([1, 8], [16 // WAVES, 4 * WAVES], [WAVES, 1], [1, 0])
-            _merge_partials(part_ptr + row_parts * 8192, lse_ptr + row_parts * 16, out_ptr + t.to(gl.int64) * 8192,
-                            kv_scale, SPLITS, MERGE)  # fmt: skip
+            gl.inline_asm_elementwise("buffer_inv sc1 // $0", "=v", [], dtype=gl.int32, is_pure=False, pack=1)
+            _merge_partials(parts, lses, out_row, kv_scale, SPLITS, LAYOUT)
 
 
 @_gluon_jit
@@ -804,115 +810,62 @@ def _decode_fp8_gfx950(
     stride_q_h,
     stride_kv_t,
     SPLITS: gl.constexpr,
-    WAVES: gl.constexpr,
-    PAIRS: gl.constexpr,  # Q and P as hi + lo fp8 pairs, else rounded to fp8
+    PAIRS: gl.constexpr,  # Q and P as hi + lo fp8 pairs, else rounded to fp8, but for Q's rope part
     ONE_LAUNCH: gl.constexpr,
 ):
-    """Grid (total_q, SPLITS), WAVES waves, tiles of 32 * WAVES tokens in two LDS buffers of raw fp8 rows.
+    """Grid (total_q, SPLITS), 1, 2 or 4 waves, tiles of 32 tokens a wave in two LDS buffers of raw fp8 rows.
 
     Q, K, P and V stay fp8; V comes through the transposing LDS read. docs/gfx950.md has the layouts.
     """
-    gl.static_assert(gl.num_warps() == WAVES)
+    WAVES: gl.constexpr = gl.num_warps()
     gl.static_assert(WAVES > 1 or not ONE_LAUNCH)
     TILE: gl.constexpr = 32 * WAVES
-    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [WAVES, 1, 1])
-    STAT: gl.constexpr = gl.SliceLayout(2, M32)
-    # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
-    t = gl.program_id(0)
-    split = gl.program_id(1)
-
-    qn, qr = _gfx950_query(q_ptr + t.to(gl.int64) * stride_q_t, stride_q_h, WAVES)
+    qn, qr, n_tiles, row, left = _gfx950_start(q_ptr, kv_indptr, s_q, stride_q_t, stride_q_h, SPLITS)
     kv_scale = gl.load(kv_scale_ptr)
-    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, TILE)
-    n_tiles = last - first
-    left = gl.minimum(kv_end - kv_start, last * TILE) - first * TILE
-    kv_rows = kv_ptr + (kv_start.to(gl.int64) + first * TILE) * stride_kv_t
-
+    kv_rows = kv_ptr + row * stride_kv_t
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    tile = (
-        gl.allocate_shared_memory(gl.float8e4nv, [WAVES, 64, 512], FLAT),
-        gl.allocate_shared_memory(gl.float8e4nv, [WAVES, 64, 64], FLAT),
-    )
-    offs = (_copy_offsets(stride_kv_t, 16, 512, WAVES), _copy_offsets(stride_kv_t, 32, 64, WAVES))
-    if left > 0:
-        _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, 0, WAVES)
+    tile = [gl.allocate_shared_memory(gl.float8e4nv, [WAVES, 64, width], FLAT) for width in (512, 64)]
+    offs = (_copy_offsets(stride_kv_t, 16, 512), _copy_offsets(stride_kv_t, 32, 64))
+    _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, 0)
 
-    qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, kv_scale, softmax_scale, WAVES, STAT)
-    # One piece of LDS hands out rope, then hi; lo stays there.
-    A32: gl.constexpr = gl.DotOperandLayout(0, M32, 16)
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-    q_smem.slice(0, 64, 1).store(qr_hi)
-    q_smem.slice(64, 64, 1).store(qr_lo)
-    rope = (_each_wave(q_smem.slice(0, 64, 1), A32, WAVES), _each_wave(q_smem.slice(64, 64, 1), A32, WAVES))
-    q = _gfx950_chunks(qn_hi, q_smem, WAVES) + rope
-    if PAIRS:
-        q_smem.store(qn_lo)
-
+    q, q_lo, logit_scale = _gfx950_query(qn, qr, kv_scale * softmax_scale)
     # Not -inf: a wave with all rows past the end keeps it, and inf - inf is NaN.
-    m = gl.full([WAVES, 16], -3.4e38, gl.float32, STAT)
-    zero = gl.zeros([WAVES, 16, 128], gl.float32, M32)
-    state = (m, gl.zeros([WAVES, 16], gl.float32, STAT), (zero, zero, zero, zero))
+    base = gl.full_like(logit_scale, -3.4e38)
+    acc = (gl.zeros([WAVES, 16, 128], gl.float32, _mfma(WAVES, 32)),) * 4
+    state = (base, gl.zeros_like(base), acc)
     for _ in range(n_tiles // 2):
-        # This buffer has landed and every wave has read the other one.
-        cdna4.async_copy.wait_group(0)
-        kv_rows += TILE * stride_kv_t
-        _gfx950_issue(tile, offs, kv_rows, left - TILE, stride_kv_t, 1, WAVES)
-        state = _gfx950_step(tile, q, q_smem, state, left, logit_scale, 0, WAVES, PAIRS)
-        cdna4.async_copy.wait_group(0)
-        kv_rows += TILE * stride_kv_t
-        if left > 2 * TILE:
-            _gfx950_issue(tile, offs, kv_rows, left - 2 * TILE, stride_kv_t, 0, WAVES)
-        state = _gfx950_step(tile, q, q_smem, state, left - TILE, logit_scale, 1, WAVES, PAIRS)
-        left -= 2 * TILE
+        for BUF in gl.static_range(2):
+            # This buffer has landed and every wave has read the other one.
+            cdna4.async_copy.wait_group(0)
+            kv_rows += TILE * stride_kv_t
+            if BUF == 0 or left > TILE:
+                _gfx950_issue(tile, offs, kv_rows, left - TILE, stride_kv_t, 1 - BUF)
+            state = _gfx950_step(tile, q, q_lo, state, left, logit_scale, BUF, PAIRS)
+            left -= TILE
     cdna4.async_copy.wait_group(0)
-    if left > 0:
-        state = _gfx950_step(tile, q, q_smem, state, left, logit_scale, 0, WAVES, PAIRS)
-
-    m, norm, acc = state
-    weight, lse = _gfx950_weights(m, norm)
-    merge = _view(tile[0], gl.float32, [WAVES, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
-    for c in gl.static_range(4):
-        merge.slice(128 * c, 128, 2).store(acc[c] * weight[:, :, None])
-    _gfx950_finish(
-        merge, lse - 8.0, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, WAVES, ONE_LAUNCH
-    )
+    if n_tiles % 2 == 1:
+        state = _gfx950_step(tile, q, q_lo, state, left, logit_scale, 0, PAIRS)
+    _gfx950_finish(state, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, SPLITS, ONE_LAUNCH)
 
 
 # ---- Gluon: gfx950, mxfp4 ----
 
 
 @_gluon_constexpr
-def _bits_layout(shape, registers, lanes):
-    """[4 waves, ...]: the dimension and the step of each bit of a register's and of a lane's number."""
-
-    def bases(bits):
-        return [[step * (axis == dim) for axis in range(len(shape))] for dim, step in bits]
-
-    return gl.DistributedLinearLayout(bases(registers), bases(lanes), bases([(0, 1), (0, 2)]), [], shape)
-
-
-@_gluon_constexpr
 def _scale_layout(rows):
     """[4 waves, rows, 4]: a row a lane, one of the four a group of 16 lanes."""
-    lanes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2)]
-    return _bits_layout([4, rows, 4], [(1, 16)][: rows // 32], lanes)
-
-
-@_gluon_constexpr
-def _value_layout():
-    """[4 waves, 32 tokens, 16 blocks x 4 words]: lane l holds 8 tokens, from 8 * (l // 16) on, of block l % 16."""
-    registers = [(2, 1), (2, 2), (1, 1), (1, 2), (1, 4)]
-    return _bits_layout([4, 32, 64], registers, [(2, 4), (2, 8), (2, 16), (2, 32), (1, 8), (1, 16)])
+    lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 1], [0, 0, 2]]
+    return gl.DistributedLinearLayout([[0, 16, 0]][: rows // 32], lanes, [[1, 0, 0], [2, 0, 0]], [], [4, rows, 4])
 
 
 @_gluon_jit
-def _mxfp4_rows(stride, last, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets of a tile's rows as Q K^T takes them, `last` standing in for those past it.
+def _mxfp4_rows(stride, last):
+    """Offsets [4, 32] of a tile's rows as Q K^T takes them, `last` standing in for those past it.
 
     Row 16 a + 4 b + c is token 8 b + 4 a + c: then P lies as P V takes it.
     """
-    row = _iota(32, DIM, LAYOUT, 3)
-    token = _iota(4, 0, LAYOUT, 3) * 32 + (row & 12) * 2 + (row & 16) // 4 + (row & 3)
+    row = gl.arange(0, 32)[None, :]
+    token = gl.arange(0, 4)[:, None] * 32 + (row & 12) * 2 + (row & 16) // 4 + (row & 3)
     return gl.minimum(token * stride, last * stride)
 
 
@@ -923,20 +876,19 @@ def _mxfp4_load(kv_rows, scale_rows, left, stride_kv_t, stride_scale_t):
 
     Chunk c takes block 4 g + c for lane group g, so that a lane's scales of four chunks are one word.
     """
-    K: gl.constexpr = gl.DotOperandLayout(1, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
-    SCALE: gl.constexpr = _scale_layout(32)
     last = gl.minimum(left, 128) - 1
-    byte = _iota(64, 1, K, 3)
-    rows = _mxfp4_rows(stride_kv_t, last, 2, K)
+    rows = _mxfp4_rows(stride_kv_t, last)[:, None, :]
+    byte = gl.arange(0, 64)[None, :, None]
     k = ()
     for c in gl.static_range(5):
         # Rope's 64 dims come twice: under Q's hi and under its lo.
         offs = rows + (256 + byte % 32 if c == 4 else 16 * c + byte // 16 * 64 + byte % 16)
         offs = gl.max_contiguous(gl.multiple_of(offs, [1, 16, 1]), [1, 16, 1])
+        offs = gl.set_auto_layout(offs, gl.DotOperandLayout(1, _mfma(4, 128), 16))
         k = k + (cdna4.buffer_load(kv_rows, offs),)
-    offs = _mxfp4_rows(stride_scale_t, last, 1, SCALE)
-    words = cdna4.buffer_load(scale_rows, offs + _iota(4, 2, SCALE, 3))
-    return k, words, cdna4.buffer_load(scale_rows, offs + 4)
+    rows = gl.set_auto_layout(_mxfp4_rows(stride_scale_t, last)[:, :, None], _scale_layout(32))
+    words = cdna4.buffer_load(scale_rows, rows + gl.arange(0, 4)[None, None, :])
+    return k, words, cdna4.buffer_load(scale_rows, rows + 4)
 
 
 @_gluon_jit
@@ -947,77 +899,52 @@ def _mxfp4_scores(tile, q, values, scales):
     values.store(rows.permute([0, 4, 3, 5, 1, 6, 2]).reshape([4, 32, 256]))
     scales.store(words.reshape([4, 2, 4, 4, 4]).permute([0, 2, 1, 3, 4]).reshape([4, 32, 4]))
     one = gl.full([4, 16, 4], 127, gl.uint8, _scale_layout(16))
-    x = gl.zeros([4, 16, 32], gl.float32, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]))
-    scale = (rope_words >> (_iota(4, 2, _scale_layout(32), 3) % 2 * 8)).to(gl.uint8)
-    x = _mfma_k128(q[8], k[4], x, one, scale)
+    x = gl.zeros([4, 16, 32], gl.float32, _mfma(4, 128))
+    scale = (rope_words >> (gl.arange(0, 4)[None, None, :] % 2 * 8)).to(gl.uint8)
+    x = _mfma_k128(q[4], k[4], x, one, scale)
     for c in gl.static_range(4):
         scale = (words >> (8 * c)).to(gl.uint8)
-        x = _mfma_k128(q[4 + c], k[c], _mfma_k128(q[c], k[c], x, one, scale), one, scale)
+        x = _mfma_k128(q[5 + c], k[c], _mfma_k128(q[c], k[c], x, one, scale), one, scale)
     return x
-
-
-@_gluon_jit
-def _mxfp4_values(words, scale, BYTE: gl.constexpr):
-    """bf16 values of the even and the odd dim in byte BYTE of int32 `words`, whose scales are float32."""
-    SELECT: gl.constexpr = ("0,0", "1,0", "0,1", "1,1")
-    TEXT: gl.constexpr = "v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[" + SELECT[BYTE] + ",0]"
-    x = gl.inline_asm_elementwise(TEXT, "=v,v,v", [words, scale], dtype=gl.int32, is_pure=True, pack=1)
-    return x.to(gl.int16).to(gl.bfloat16, bitcast=True), (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-
-
-@_gluon_jit
-def _mxfp4_start():
-    """By head and lane the largest score and the sum of P; what tells large scales; an accumulator a dim of a block."""
-    LANES: gl.constexpr = _scale_layout(16)
-    acc = ()
-    for _ in gl.static_range(32):
-        acc = acc + (gl.zeros([4, 16, 16], gl.float32, AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1])),)
-    top = gl.full([4, 16, 4], float("-inf"), gl.float32, LANES)
-    return top, gl.zeros([4, 16, 4], gl.float32, LANES), gl.zeros([4, 32, 4], gl.int32, _scale_layout(32)), acc
 
 
 @_gluon_jit
 def _mxfp4_step(x, words, values, scales, state, base, left, logit_scale):
     """A tile's scores and its share of the output, P being 2^(logit - base): nothing is rescaled."""
-    M32: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1])
-    V: gl.constexpr = gl.DotOperandLayout(1, M32, 8)
+    V: gl.constexpr = gl.DotOperandLayout(1, _mfma(4, 32), 8)
     top, norm, large, acc = state
-    x = _gfx950_mask(x, left, 4).reshape([4, 16, 4, 8])
-    X: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout))
-    top = gl.maximum(top, gl.convert_layout(gl.max(x, 3), top.type.layout, assert_trivial=True))
-    logit_scale = gl.convert_layout(logit_scale, X, assert_trivial=True)[:, :, None, None]
-    p = gl.exp2(x * logit_scale - gl.convert_layout(base, X, assert_trivial=True)[:, :, None, None]).to(gl.bfloat16)
-    norm += gl.convert_layout(gl.sum(p.to(gl.float32), 3), norm.type.layout, assert_trivial=True)
-    p = gl.convert_layout(p.reshape([4, 16, 32]), gl.DotOperandLayout(0, M32, 8), assert_trivial=True)
+    x = _gfx950_by_token(x, left)
+    p = gl.exp2(x * logit_scale[:, :, None] - base[:, :, None]).to(gl.bfloat16)
+    # By lane, which holds 8 tokens.
+    x_top = gl.max(x.reshape([4, 16, 4, 8]), 3)
+    p_sum = gl.sum(p.to(gl.float32).reshape([4, 16, 4, 8]), 3)
+    top = gl.maximum(top, gl.convert_layout(x_top, top.type.layout, assert_trivial=True))
+    norm += gl.convert_layout(p_sum, top.type.layout, assert_trivial=True)
     # A lane's values all belong to one block, so the conversion applies their scales; only their exponents count, and
     # NaN has reached the scores.
     scale = _view(scales, gl.uint8, [4, 32, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(V).to(gl.int32)
     scale = (scale << 23).to(gl.float32, bitcast=True)
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])
-    v = _view(values, gl.int32, [4, 32, 64], SWIZZLED).load(_value_layout())
+    # [4 waves, 32 tokens, 16 blocks x 4 words]: lane l holds 8 tokens, from 8 * (l // 16) on, of block l % 16.
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 8, 0], [0, 16, 0]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 32, 64],
+    )  # fmt: skip
+    v = _view(values, gl.int32, [4, 32, 64], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])).load(WORDS)
     v = gl.split(v.reshape([4, 32, 16, 2, 2]))
     v = gl.split(v[0]) + gl.split(v[1])
     out = ()
-    for word in gl.static_range(4):
-        # Of v first the words 0 and 2.
-        bits = gl.convert_layout(v[word % 2 * 2 + word // 2], V, assert_trivial=True)
-        for byte in gl.static_range(4):
-            even, odd = _mxfp4_values(bits, scale, byte)
-            a, b = acc[8 * word + 2 * byte], acc[8 * word + 2 * byte + 1]
-            out = out + (cdna4.mfma(p, even, a), cdna4.mfma(p, odd, b))
+    for e in gl.static_range(32):
+        # Nibble e of a block. Of v first the words 0 and 2; a pair holds the even dim's bf16 below the odd one's.
+        bits = gl.convert_layout(v[e // 8 % 2 * 2 + e // 16], V, assert_trivial=True)
+        pair = gl.inline_asm_elementwise(
+            f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[{e // 2 % 2},{e // 4 % 2},0]", "=v,v,v", [bits, scale],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        value = (pair >> (16 * (e % 2))).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        out = out + (cdna4.mfma(p, value, acc[e]),)
     # The top bit of a byte: its scale is 2^33 or more.
     return top, norm, large | (words & ((words << 1) | (words << 2))), out
-
-
-@_gluon_jit
-def _interleave(x):
-    """32 tensors [..] as one [.., 2, 2, 2, 2, 2], x[e] at e's bits, the highest first."""
-    for level in gl.static_range(5):
-        joined = ()
-        for i in gl.static_range(16 >> level):
-            joined = joined + (gl.join(x[i], x[i + (16 >> level)]),)
-        x = joined
-    return x[0]
 
 
 @_gluon_jit
@@ -1046,42 +973,34 @@ def _decode_mxfp4_gfx950(
     should sums not surely fit float32, all is done again relative to the maxima, known by then. See docs/mxfp4.md.
     """
     gl.static_assert(gl.num_warps() == 4)
-    STAT: gl.constexpr = gl.SliceLayout(2, AMDMFMALayout(4, [16, 16, 32], True, [4, 1, 1]))
-    # Groups go round the 8 XCDs: with t first, the splits of a row share an XCD when 8 divides total_q.
-    t = gl.program_id(0)
-    split = gl.program_id(1)
-
-    qn, qr = _gfx950_query(q_ptr + t.to(gl.int64) * stride_q_t, stride_q_h, 4)
-    kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, 128)
-    # Without a tile row 0 stands in, which exists.
-    some = last > first
-    row = gl.where(some, kv_start + first * 128, 0).to(gl.int64)
-    length = gl.where(some, gl.minimum(kv_end - kv_start, last * 128) - first * 128, 1)
+    qn, qr, n_tiles, row, length = _gfx950_start(q_ptr, kv_indptr, s_q, stride_q_t, stride_q_h, SPLITS)
     kv_first = kv_ptr + row * stride_kv_t
     scale_first = scale_ptr + row * stride_scale_t
     tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
 
     # Blocks of 32 dims in the order in which K's chunks take them.
     qn = qn.reshape([16, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([16, 512])
-    qn_hi, qn_lo, qr_hi, qr_lo, logit_scale = _gfx950_pairs(qn, qr, 1.0, softmax_scale, 4, STAT)
-    q_smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-    q = _gfx950_chunks(qn_hi, q_smem, 4) + _gfx950_chunks(qn_lo, q_smem, 4)
-    q_smem.slice(0, 64, 1).store(qr_hi)
-    q_smem.slice(64, 64, 1).store(qr_lo)
-    A128: gl.constexpr = gl.DotOperandLayout(0, AMDMFMALayout(4, [16, 16, 128], True, [4, 1, 1]), 16)
-    q = q + (_each_wave(q_smem.slice(0, 128, 1), A128, 4),)
+    q, q_lo, logit_scale = _gfx950_query(qn, qr, softmax_scale)
+    q = q + [_query_chunk(q_lo, c) for c in (0, 1, 2, 3)]
 
     values = gl.allocate_shared_memory(gl.uint8, [4, 32, 256], gl.SwizzledSharedLayout(16, 1, 16, [2, 1, 0]))
     scales = gl.allocate_shared_memory(gl.int32, [4, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    base = gl.zeros([4, 16], gl.float32, STAT)
-    state = _mxfp4_start()
+    base = gl.zeros_like(logit_scale)
+    # By head and lane the largest score and the sum of P; what tells large scales; an accumulator a dim of a block.
+    start = (
+        gl.full([4, 16, 4], float("-inf"), gl.float32, _scale_layout(16)),
+        gl.zeros([4, 16, 4], gl.float32, _scale_layout(16)),
+        gl.zeros([4, 32, 4], gl.int32, _scale_layout(32)),
+        (gl.zeros([4, 16, 16], gl.float32, _mfma(4, 32)),) * 32,
+    )
+    state = start
     tries = 2
     while tries > 0:
-        state = _mxfp4_start()
-        left = length
+        state = start
         kv_rows = kv_first
         scale_rows = scale_first
-        for _ in range(first, last):
+        for i in range(n_tiles):
+            left = length - 128 * i
             x = _mxfp4_scores(tile, q, values, scales)
             words = tile[1]
             if left > 128:
@@ -1089,9 +1008,8 @@ def _decode_mxfp4_gfx950(
                 scale_rows += 128 * stride_scale_t
                 tile = _mxfp4_load(kv_rows, scale_rows, left - 128, stride_kv_t, stride_scale_t)
             state = _mxfp4_step(x, words, values, scales, state, base, left, logit_scale)
-            left -= 128
         # A wave without a token keeps the least maximum: inf - inf is NaN.
-        top = gl.maximum(gl.convert_layout(gl.max(state[0], 2), STAT) * logit_scale, -3.4e38)
+        top = gl.maximum(gl.convert_layout(gl.max(state[0], 2), base.type.layout) * logit_scale, -3.4e38)
         # Safe are P up to 2^64, V up to 6 x 2^32 and 2^26 tokens.
         unsafe = (top > base + 64.0) | ((top < base - 16.0) & (top > -3.4e38))
         unsafe = gl.max(unsafe.to(gl.int32), None) | gl.max((state[2] >> 7) & 0x1010101, None)
@@ -1100,14 +1018,16 @@ def _decode_mxfp4_gfx950(
             base = top
             tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
 
-    _, norm, _, acc = state
-    weight, lse = _gfx950_weights(base, gl.convert_layout(gl.sum(norm, 2), STAT))
-    weighed = ()
-    for e in gl.static_range(32):
-        weighed = weighed + (acc[e] * weight[:, :, None],)
-    merge = gl.allocate_shared_memory(gl.float32, [4, 16, 512], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0]))
-    merge.store(_interleave(weighed).reshape([4, 16, 512]))
-    _gfx950_finish(merge, lse, 1.0, out_ptr, part_ptr, lse_ptr, ticket_ptr, t, split, SPLITS, 4, ONE_LAUNCH)
+    norm = gl.convert_layout(gl.sum(state[1], 2), base.type.layout)
+    acc = state[3]
+    # Accumulator e holds dim e of each block of 32.
+    for level in gl.static_range(5):
+        joined = ()
+        for i in gl.static_range(16 >> level):
+            joined = joined + (gl.join(acc[i], acc[i + (16 >> level)]),)
+        acc = joined
+    state = (base, norm, (acc[0].reshape([4, 16, 512]),))
+    _gfx950_finish(state, 1.0, out_ptr, part_ptr, lse_ptr, ticket_ptr, SPLITS, ONE_LAUNCH)
 
 
 # ---- tuning table ----
@@ -1509,7 +1429,7 @@ def _run_hopper_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tens
 
 def _run_gfx950_fp8(data: tuple, problem: Problem, config: Config) -> torch.Tensor:
     kv, kv_scale = data[1]["fp8"]
-    options = {"WAVES": config.num_warps, "PAIRS": True, "waves_per_eu": 2}
+    options = {"PAIRS": True, "waves_per_eu": 2}
     return _split_k(data, problem, config, _decode_fp8_gfx950, (kv, kv_scale), (kv.stride(0),), **options)
 
 

@@ -137,7 +137,7 @@ def compile_decode(config: Config, pairs: bool = True, module=submission, s_q: i
     Triton makes an argument of 1 a constant: with one query a sequence, `s_q` is none of the kernel's arguments.
     """
     one_launch = config.one_launch and config.splits > 1
-    constexprs = {"SPLITS": config.splits, "WAVES": config.num_warps, "PAIRS": pairs, "ONE_LAUNCH": one_launch}
+    constexprs = {"SPLITS": config.splits, "PAIRS": pairs, "ONE_LAUNCH": one_launch}
     if s_q == 1:
         constexprs["s_q"] = 1
     fn = module._decode_fp8_gfx950

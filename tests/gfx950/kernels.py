@@ -143,7 +143,7 @@ def emulated_kernels(config: Config) -> dict[str, Emulated]:
         constants |= {"waves_per_eu": mxfp4_gfx950.WAVES_PER_EU}
     else:
         name, compiled, partials = "_decode_fp8_gfx950", compile_decode(config), "*fp16"
-        constants |= {"WAVES": waves, "PAIRS": True, "waves_per_eu": WAVES_PER_EU}
+        constants |= {"PAIRS": True, "waves_per_eu": WAVES_PER_EU}
     block_d, block_s, num_warps = submission.combine_shape(splits)
     combine = Emulated(
         submission._combine, compile_combine(splits, partials)[0], SPLITS=splits, BLOCK_S=block_s, BLOCK_D=block_d,

@@ -73,9 +73,9 @@ def test_main_loop(config, s_q):
     assert not loop.keys() & STRANGERS
     # A wave's 32 rows of 576 bytes, 64 lanes x 16 bytes at a time.
     assert loop["load_to_lds"] * 64 * 16 == 32 * 576
-    # Q K^T: two blocks of 16 tokens, Q's two halves, 512 / 128 and 64 / 32 instructions; P V: P's two halves.
-    assert loop["mfma_k128"] == 2 * 2 * 4
-    assert loop["mfma_k32"] == 2 * 2 * 2 + 2 * 512 // 16
+    # Q K^T: two blocks of 16 tokens, four chunks of 128 dims by two halves of Q, and rope's one; P V: P's two halves.
+    assert loop["mfma_k128"] == 2 * (4 * 2 + 1)
+    assert loop["mfma_k32"] == 2 * 512 // 16
     # P only, four at a time: its high half, that back, its low half. The cache is not converted.
     assert loop["convert"] == 3 * 4
     assert loop.get("barrier", 0) <= 4

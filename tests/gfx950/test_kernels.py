@@ -20,8 +20,8 @@ EXACT = 2e-3
 PLAIN = 4e-2
 FORMS = {waves: replace(submission._gfx950(waves), splits=2) for waves in (4, 2, 1)}
 ONE_LAUNCH = {waves: replace(FORMS[waves], splits=3, one_launch=True) for waves in (4, 2)}
-# All programs in flight, a wave far ahead of the others of its group, stores and loads as late as may be.
-UNEVEN = {"concurrent": 0, "quantum": 500, "late_loads": "late"}
+# All programs in flight, each behind a cache of its own and a wave far ahead of the others, accesses as late as may be.
+UNEVEN = {"concurrent": 0, "quantum": 500, "late_loads": "late", "caches": True}
 forms = pytest.mark.parametrize("waves", FORMS)
 one_launch = pytest.mark.parametrize("waves", ONE_LAUNCH)
 
@@ -158,10 +158,10 @@ def test_submission_proves_and_launches_it(config, monkeypatch):
 
 FAULTS = {
     "dropped tile": ("n_tiles * (split + 1) // SPLITS\n", "(n_tiles - 1) * (split + 1) // SPLITS\n"),
-    "LSE to the base e": ("merge, lse - 8.0, kv_scale", "merge, (lse - 8.0) * 0.6931, kv_scale"),
-    "mask off by one": ("_iota(4, 4, X5, 5) < lane_left", "_iota(4, 4, X5, 5) <= lane_left"),
-    "wrong swizzle": ("((row >> i) & 1) * KEYS[i]", "((row >> i) & 1) * (KEYS[i] & 3)"),
-    "load into the buffer in use": ("left - TILE, stride_kv_t, 1, WAVES)", "left - TILE, stride_kv_t, 0, WAVES)"),
+    "LSE to the base e": (", top + gl.log2(total))", ", (top + gl.log2(total)) * 0.6931)"),
+    "mask off by one": ("gl.where(token < left,", "gl.where(token <= left,"),
+    "wrong swizzle": ("(key * 16)", "((key & 3) * 16)"),
+    "load into the buffer in use": ("stride_kv_t, 1 - BUF)", "stride_kv_t, BUF)"),
 }
 
 
@@ -180,6 +180,6 @@ def test_a_load_past_the_cache_is_caught(tmp_path):
 
 def test_a_ticket_taken_before_all_waves_have_stored_shows(tmp_path):
     case = draw([300, 45])
-    module = with_fault(tmp_path, '        _gfx950_wave_instruction("s_waitcnt vmcnt(0)")\n', "")
+    module = with_fault(tmp_path, '"s_waitcnt vmcnt(0) // $0"', '"// $0"')
     result = execute(case, ONE_LAUNCH[4], module=module, **UNEVEN)
     assert not error(result, case.expected()) <= EXACT
