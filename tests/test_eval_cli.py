@@ -420,8 +420,10 @@ def test_a_full_disk_under_standard_output_is_one_line():
     assert process.returncode == 1 and said.splitlines() == ["[Errno 28] No space left on device"]
 
 
-def test_a_closed_standard_error_changes_nothing():
-    process = start("test", "--case", "1x16", preexec_fn=lambda: os.close(2))
+@pytest.mark.parametrize("mode", ["test", "profile"])
+def test_a_closed_standard_error_changes_nothing(mode, tmp_path):
+    more = ["--trace", tmp_path] if mode == "profile" else []
+    process = start(mode, "--case", "1x16", *more, preexec_fn=lambda: os.close(2))
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "1x16" in shown
 
