@@ -183,6 +183,12 @@ def test_a_problem_holds_all_that_the_checks_and_the_choice_depend_on(monkeypatc
     assert submission.problem_of(GOOD) != base
 
 
+def test_an_empty_cache_is_neither_uniform_nor_aligned():
+    empty, full = (submission.problem_of(ragged_input([length, length])) for length in (0, 64))
+    assert full.uniform and full.aligned and full.packed
+    assert not (empty.uniform or empty.aligned or empty.packed)
+
+
 def test_another_sm_scale_is_another_call(monkeypatch):
     monkeypatch.setenv("MLA_BACKEND", "torch_bmm")
     data = reference.generate_input(2, 1, 64, 3)
