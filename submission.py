@@ -1062,9 +1062,6 @@ class Config:
     one_launch: bool = False
 
 
-# A target's name, a batch size and a KV length (None: any); the configurations there, best first.
-Row = tuple[str, int | None, int | None, tuple[Config, ...]]
-
 _TRITON, _CHUNKED = Config("triton_fp8"), Config("torch_chunked", splits=1)
 _GPU = (_TRITON, Config("torch_bmm", splits=1), _CHUNKED)
 _A16W8 = Config("aiter_own_a16w8", splits=1)
@@ -1083,17 +1080,18 @@ _PACKED = Config("gfx950_mxfp4", 0, 128, 4)
 _PACKED_MERGED = replace(_PACKED, one_launch=True)
 
 
-def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> Row:
+def _hopper(batch_size: int | None, kv_seq_len: int | None, splits: int) -> tuple:
     return "sm90", batch_size, kv_seq_len, (Config("hopper_fp8", splits=splits, programs_per_cu=2), *_GPU)
 
 
-def _mi355x(batch_size: int | None, kv_seq_len: int | None, *configs: Config) -> Row:
+def _mi355x(batch_size: int | None, kv_seq_len: int | None, *configs: Config) -> tuple:
     return "gfx950", batch_size, kv_seq_len, (*configs, _TRITON, _CHUNKED)
 
 
-# The first row that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is
-# the median there, H200, cold cache, beside the reader kernel's over the same bytes.
-TABLE: tuple[Row, ...] = (
+# Rows of a target's name, a batch size, a KV length (None: any) and the configurations there, best first. The first row
+# that matches counts. sm90 splits are the fastest of docs/data/sweep_h200.json; the time beside each is the median
+# there, H200, cold cache, beside the reader kernel's over the same bytes.
+TABLE: tuple[tuple[str, int | None, int | None, tuple[Config, ...]], ...] = (
     ("cpu", None, None, (_CHUNKED,)),
     _hopper(4, 1024, 16),  # 9.6 us, reader 5.0
     _hopper(4, 8192, 32),  # 16.4 us, reader 10.3
@@ -1356,8 +1354,8 @@ def _split_k(
 ) -> torch.Tensor:
     """One launch of a decode `kernel`, and one of the combine where partials are left.
 
-    cache, strides: its arguments before kv_indptr, the last of them the cache's scale or scales, and at the end. A
-    Gluon kernel takes tickets and may combine by itself; its grid is the other way round.
+    cache: its arguments between q and kv_indptr, the last one the scale or scales; strides: those at the end. A Gluon
+    kernel takes tickets and may combine by itself; its grid is the other way round.
     """
     q, _, _, kv_indptr, _ = data
     total_q, splits, kv_scale = problem.total_q, config.splits, cache[-1]
