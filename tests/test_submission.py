@@ -170,6 +170,7 @@ def test_a_problem_holds_all_that_the_checks_and_the_choice_depend_on(monkeypatc
         "alignment of mxfp4": edit(GOOD, kv_data={"mxfp4": (moved(KV["mxfp4"][0]), KV["mxfp4"][1])}),
         "alignment of its scales": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], moved(KV["mxfp4"][1]))}),
         "strides of q": edit(GOOD, q=torch.empty(2, 16, 640, dtype=torch.bfloat16)[..., :576]),
+        "strides of kv_indptr": edit(GOOD, kv_indptr=KVI.repeat_interleave(2)[::2]),
         "uniform": edit(GOOD, kv_data=uniform),
         "no token at all": edit(GOOD, kv_data=none),
         "more tokens than fit": edit(GOOD, kv_data=more),
