@@ -551,7 +551,8 @@ def _worst(errors: torch.Tensor, bounds: torch.Tensor) -> tuple[int, float, floa
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 error of tensors of one shape, `expected` in float64; 0 where both are zero."""
+    """Relative L2 error, in float64, of tensors of one shape; 0 where both are zero."""
+    expected = expected.double()
     return _ratio((output.double() - expected).norm(), expected.norm()).item()
 
 

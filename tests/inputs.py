@@ -3,6 +3,7 @@
 import torch
 
 import reference
+from reference import relative_error
 from task import NUM_HEADS, QK_HEAD_DIM
 
 # What a kernel with tiles of 64 tokens may stumble over.
@@ -31,12 +32,6 @@ def ragged_input(lengths, s_q=1, seed=0, q_factor=1.0, kv_seq_len=None, device="
     kv_indptr = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
     qo_indptr = torch.arange(b + 1, dtype=torch.int32, device=device) * s_q
     return q.bfloat16(), {"bf16": kv, "fp8": fp8, "mxfp4": mxfp4}, qo_indptr, kv_indptr, config
-
-
-def relative_error(output, expected):
-    """Relative L2 error; an all-zero `expected` asks for zeros."""
-    norm = expected.double().norm().item()
-    return (output.double() - expected.double()).norm().item() / (norm or 1.0)
 
 
 def assert_each_sequence_close(output, data, kv, accuracy):

@@ -11,8 +11,9 @@ import torch
 import reference
 import submission
 import task
+from reference import relative_error
 from submission import ARMS, Config, Target, problem_of
-from tests.inputs import ragged_input, relative_error
+from tests.inputs import ragged_input
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA or ROCm GPU")
 TARGET = submission._target(torch.device("cuda", 0)) if torch.cuda.is_available() else Target("cpu")

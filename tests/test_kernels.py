@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reference
+from reference import relative_error
 from tests import interpreted
 from tests.inputs import (
     RAGGED_LENGTHS,
@@ -16,7 +17,6 @@ from tests.inputs import (
     check_tile_height,
     check_two_queries,
     ragged_input,
-    relative_error,
 )
 
 ACCURACY = 5e-3

@@ -14,6 +14,7 @@ import reference
 import submission
 from bench import mxfp4_policy
 from bench.console import tool_app
+from reference import relative_error
 from submission import ARMS, Config, problem_of
 from task import BENCHMARKS, QK_HEAD_DIM
 from tests import interpreted
@@ -24,7 +25,6 @@ from tests.inputs import (
     check_tile_height,
     check_two_queries,
     ragged_input,
-    relative_error,
 )
 
 ACCURACY = 5e-3

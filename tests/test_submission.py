@@ -17,8 +17,9 @@ import torch
 import reference
 import submission
 import task
+from reference import relative_error
 from submission import ARMS, TABLE, Arm, Config, Target, choose_splits, select_config
-from tests.inputs import ragged_input, relative_error
+from tests.inputs import ragged_input
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("no_gpu")

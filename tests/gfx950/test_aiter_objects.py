@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from reference import relative_error
+
 from ..aiter_wheel import skip_without_wheel
 from . import aiter_objects as aiter
 from .state import OutOfBounds
@@ -16,10 +18,6 @@ TOLERANCE = {"fp8": 4e-2, "bf16": 3e-3}
 @pytest.fixture(autouse=True)
 def _wheel():
     skip_without_wheel()
-
-
-def relative_error(got, expected) -> float:
-    return float((got.double() - expected).norm() / expected.norm())
 
 
 # With one split the fp8 kernel writes its output as bf16, which no arm uses.

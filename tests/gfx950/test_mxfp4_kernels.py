@@ -12,9 +12,10 @@ import submission
 from bench import gfx950, mxfp4_gfx950
 from bench.console import tool_app
 from bench.gfx950 import resources
+from reference import relative_error
 from submission import LOG2E, Config
 from task import BENCHMARKS
-from tests.inputs import ragged_input, relative_error
+from tests.inputs import ragged_input
 from tests.test_compile import MXFP4
 
 from . import OutOfBounds, TritonKernel
