@@ -691,9 +691,9 @@ def _gfx950_issue(tile, offs, kv_rows, left, stride_kv_t, BUF: gl.constexpr):
 
 @_gluon_jit
 def _gfx950_by_token(x, left):
-    """Scores [waves, 16, 32] of a tile with `left` rows by token, as P V takes them; -inf past the end.
+    """Scores [waves, 16, 32] of a tile with `left` rows by token, -inf past the end.
 
-    They come in an order that leaves them in place: row 16 a + 4 b + c of K is token 8 b + 4 a + c.
+    They lie as P V takes them because Q K^T takes token 8 b + 4 a + c as its row 16 a + 4 b + c.
     """
     WAVES: gl.constexpr = gl.num_warps()
     x = x.reshape([WAVES, 16, 2, 4, 4]).permute([0, 1, 3, 2, 4]).reshape([WAVES, 16, 32])
@@ -860,10 +860,7 @@ def _scale_layout(rows):
 
 @_gluon_jit
 def _mxfp4_rows(stride, last):
-    """Offsets [4, 32] of a tile's rows as Q K^T takes them, `last` standing in for those past it.
-
-    Row 16 a + 4 b + c is token 8 b + 4 a + c: then P lies as P V takes it.
-    """
+    """Offsets [4, 32] of a tile's rows in the order of `_gfx950_by_token`, `last` standing in for those past it."""
     row = gl.arange(0, 32)[None, :]
     token = gl.arange(0, 4)[:, None] * 32 + (row & 12) * 2 + (row & 16) // 4 + (row & 3)
     return gl.minimum(token * stride, last * stride)
