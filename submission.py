@@ -253,25 +253,6 @@ def _combine(
 # ---- Gluon: one launch ----
 
 
-@_gluon_constexpr
-def _axis(layout, rank, dim):
-    """Layout of a vector along `dim`."""
-    for axis in reversed(range(rank)):
-        if axis != dim:
-            layout = gl.SliceLayout(axis, layout)
-    return layout
-
-
-@_gluon_jit
-def _iota(N: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
-    """0 .. N - 1 along DIM, size 1 along the other dimensions."""
-    x = gl.arange(0, N, _axis(LAYOUT, RANK, DIM))
-    for axis in gl.static_range(RANK):
-        if axis != DIM:
-            x = gl.expand_dims(x, axis)
-    return x
-
-
 @_gluon_builtin
 def _barrier(_semantic=None):
     """A barrier of the program's threads: `thread_barrier`, which Triton 3.7 renames."""
@@ -305,8 +286,8 @@ def _merge_partials(
 ):
     """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
     GROUP: gl.constexpr = min(4, SPLITS)  # partials on their way at once; the loop is rolled: less cold code
-    offs_h = _iota(16, 0, LAYOUT, 2)
-    offs = offs_h * 512 + _iota(512, 1, LAYOUT, 2)
+    offs_h = gl.set_auto_layout(gl.arange(0, 16)[:, None], LAYOUT)
+    offs = offs_h * 512 + gl.arange(0, 512)[None, :]
     m = gl.full([16, 1], float("-inf"), gl.float32, LAYOUT)
     norm = gl.zeros([16, 1], gl.float32, LAYOUT)
     acc = gl.zeros([16, 512], gl.float32, LAYOUT)
@@ -385,7 +366,7 @@ def _hopper_clear_tail(kn_tile, valid):
     """Zeroes rows [valid, 64) of a tile: they may hold NaN, which a weight of zero does not silence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     words = kn_tile._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32, 2))
-    keep = _iota(64, 0, LAYOUT, 2) < valid
+    keep = gl.arange(0, 64)[:, None] < valid
     for c in gl.static_range(4):
         chunk = words.slice(c * 32, 32, 1)
         rows = chunk.load(LAYOUT)
@@ -395,10 +376,9 @@ def _hopper_clear_tail(kn_tile, valid):
 @_gluon_jit
 def _hopper_store(ptr, even, odd):
     """128 dims of the output, [64 dim pairs, 16 heads] each of even and odd ones, to `ptr` [16, 512]."""
-    o = gl.join(even, odd)
-    LAYOUT: gl.constexpr = o.type.layout
-    offs_o = _iota(16, 1, LAYOUT, 3) * 512 + _iota(64, 0, LAYOUT, 3) * 2 + _iota(2, 2, LAYOUT, 3)
-    gl.store(ptr + offs_o, o.to(ptr.dtype.element_ty))
+    offs_h = gl.arange(0, 16)[None, :, None] * 512
+    offs = offs_h + gl.arange(0, 64)[:, None, None] * 2 + gl.arange(0, 2)[None, None, :]
+    gl.store(ptr + offs, gl.join(even, odd).to(ptr.dtype.element_ty))
 
 
 @_gluon_jit
@@ -440,9 +420,9 @@ def _decode_fp8_hopper(
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     qn_raw = gl.allocate_shared_memory(gl.bfloat16, [16, 512], PLAIN)
     qr_raw = gl.allocate_shared_memory(gl.bfloat16, [16, 64], PLAIN)
-    q_heads = q_ptr + t.to(gl.int64) * stride_q_t + _iota(16, 0, Q_LAYOUT, 2) * stride_q_h
-    async_copy.async_copy_global_to_shared(qn_raw, q_heads + _iota(512, 1, Q_LAYOUT, 2))
-    async_copy.async_copy_global_to_shared(qr_raw, q_heads + 512 + _iota(64, 1, Q_LAYOUT, 2))
+    q_heads = q_ptr + t.to(gl.int64) * stride_q_t + gl.set_auto_layout(gl.arange(0, 16)[:, None], Q_LAYOUT) * stride_q_h
+    async_copy.async_copy_global_to_shared(qn_raw, q_heads + gl.arange(0, 512)[None, :])
+    async_copy.async_copy_global_to_shared(qr_raw, q_heads + 512 + gl.arange(0, 64)[None, :])
     async_copy.commit_group()
 
     kn_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 512], K_SMEM)
@@ -493,7 +473,7 @@ def _decode_fp8_hopper(
     norm = gl.zeros([BLOCK_N, 16], gl.float32, X_LAYOUT)
     zero = gl.zeros([64, 16], gl.float32, X_LAYOUT)
     acc = (zero, zero, zero, zero, zero, zero, zero, zero)
-    offs_n = _iota(BLOCK_N, 0, X_LAYOUT, 2)
+    offs_n = gl.arange(0, BLOCK_N)[:, None]
     slot = 0
     phase = 0
     for i in range(n):
