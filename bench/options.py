@@ -87,7 +87,7 @@ def _require_place(path: Path | None) -> Path | None:
     return path
 
 
-def _require_picture(path: Path | None) -> Path | None:
+def require_picture(path: Path | None) -> Path | None:
     if path is None:
         return None
     from bench.roofline import picture_formats
@@ -121,7 +121,7 @@ PlotOption = Annotated[
         metavar="FILE.png",
         dir_okay=False,
         writable=True,
-        callback=_require_picture,
+        callback=require_picture,
         help="Draw each case's time beside its roof.",
     ),
 ]

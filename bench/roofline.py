@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.console import run_tool
+from bench.options import require_picture
 
 ROOF = {"color": "black", "linestyle": "-", "linewidth": 1.5}
 # In the order of the legend; the two readers are the roofs.
@@ -72,16 +73,24 @@ def draw(
 
 def main(
     result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON written by bench.peers.")],
-    picture: Annotated[Path, typer.Argument(help="Picture to write; its ending says the format.")],
+    picture: Annotated[
+        Path, typer.Argument(callback=require_picture, help="Picture to write; its ending says the format.")
+    ],
 ) -> None:
     """Plot a peers result, shapes from left to right by the bytes of their fp8 cache."""
-    document = json.loads(result.read_text())
-    times_us = {case: {entry["name"]: entry["median_us"] for entry in rows} for case, rows in document["cases"].items()}
+    try:
+        document = json.loads(result.read_text())
+        environment = {name: document["environment"][name] for name in ("device", "torch", "triton")}
+        times_us = {
+            case: {entry["name"]: entry["median_us"] for entry in rows} for case, rows in document["cases"].items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise typer.BadParameter(f"expected a result of bench.peers, got {error!r}", param_hint="RESULT") from error
     if not times_us:
         raise typer.BadParameter(f"expected at least one case, got none in {result}", param_hint="RESULT")
     present = {name for by_name in times_us.values() for name in by_name}
     styles = {name: style for name, style in PEERS.items() if name in present}
-    draw(picture, times_us, styles, document["environment"], top=5.2)
+    draw(picture, times_us, styles, environment, top=5.2)
 
 
 if __name__ == "__main__":

@@ -151,5 +151,12 @@ def test_roofline_draws_the_recorded_result(tmp_path):
     assert result.exit_code == 0, result.output
     assert imread(picture).shape[1] > 1000
     empty = tmp_path / "empty.json"
-    empty.write_text(json.dumps({"cases": {}, "environment": {}}))
+    environment = {"device": "a", "torch": "b", "triton": "c"}
+    empty.write_text(json.dumps({"cases": {}, "environment": environment}))
     assert RUNNER.invoke(tool_app(roofline.main), [str(empty), str(picture)]).exit_code == 2
+    for content in ("{", "[]", '{"cases": {}}', json.dumps({"cases": {"4x1024": [{}]}, "environment": environment})):
+        empty.write_text(content)
+        result = RUNNER.invoke(tool_app(roofline.main), [str(empty), str(picture)])
+        assert result.exit_code == 2 and "expected a result of bench.peers" in result.output
+    result = RUNNER.invoke(tool_app(roofline.main), [str(recorded), str(tmp_path / "roofline.xyz")])
+    assert result.exit_code == 2 and "expected a name that ends in one of" in result.output
