@@ -1353,8 +1353,8 @@ def _split_k(
     if one_launch:  # zeros, which every launch leaves so
         tickets = [_buffer("tickets", (total_q,), torch.int32, q.device, torch.zeros)]
     kernel[grid](
-        q, *cache, kv_indptr, out, part, lse, *tickets, problem.sm_scale * LOG2E, problem.q_seq_len, q.stride(0),
-        q.stride(1), *strides, SPLITS=splits, **options,
+        q, *cache, kv_indptr, out, part, lse, *tickets, problem.sm_scale * LOG2E, problem.q_seq_len, *q.stride()[:2],
+        *strides, SPLITS=splits, **options,
     )  # fmt: skip
     if splits > 1 and not one_launch:
         # On CUDA its start-up overlaps the end of the decode.
