@@ -629,13 +629,11 @@ def _gfx950_query(qn, qr, scale):
     """
     WAVES: gl.constexpr = gl.num_warps()
     STAT: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, _mfma(WAVES, 32), 8))
-    QN: gl.constexpr = gl.SliceLayout(1, qn.type.layout)
-    QR: gl.constexpr = gl.SliceLayout(1, qr.type.layout)
     # A power-of-two scale per head makes hi + lo exact for bf16.
-    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), QN)
+    amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), gl.SliceLayout(1, qn.type.layout))
     up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
     qn_hi, qn_lo = _hi_lo(qn, up[:, None])
-    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, QR)[:, None])
+    qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, qr.type.layout))[:, None])
     logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT))[None, :] * scale + gl.zeros([WAVES, 1], gl.float32)
     # One piece of LDS hands out rope, then hi.
     smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
@@ -754,8 +752,7 @@ def _gfx950_finish(
     offs = _head_offsets(512, 512, 8)
     LAYOUT: gl.constexpr = offs.type.layout
     o = gl.sum(shares.load(LAYOUT.parent), 0)
-    t = gl.program_id(0).to(gl.int64)
-    split = gl.program_id(1)
+    t, split = gl.program_id(0).to(gl.int64), gl.program_id(1)
     out_row = out_ptr + t * 8192
     parts = part_ptr + t * SPLITS * 8192
     lses = lse_ptr + t * SPLITS * 16
@@ -973,9 +970,7 @@ def _decode_mxfp4_gfx950(
     state = start
     tries = 2
     while tries > 0:
-        state = start
-        kv_rows = kv_first
-        scale_rows = scale_first
+        state, kv_rows, scale_rows = start, kv_first, scale_first
         for i in range(n_tiles):
             left = length - 128 * i
             x = _mxfp4_scores(tile, q, values, scales)
@@ -995,15 +990,15 @@ def _decode_mxfp4_gfx950(
             base = top
             tile = _mxfp4_load(kv_first, scale_first, length, stride_kv_t, stride_scale_t)
 
-    norm = gl.convert_layout(gl.sum(state[1], 2), base.type.layout)
-    acc = state[3]
     # Accumulator e holds dim e of each block of 32.
+    acc = state[3]
     for level in gl.static_range(5):
         joined = ()
         for i in gl.static_range(16 >> level):
             joined = joined + (gl.join(acc[i], acc[i + (16 >> level)]),)
         acc = joined
-    state = (base, norm, (acc[0].reshape([4, 16, 512]),))
+    norm = gl.convert_layout(gl.sum(state[1], 2), base.type.layout)
+    state = base, norm, (acc[0].reshape([4, 16, 512]),)
     _gfx950_finish(state, 1.0, out_ptr, part_ptr, lse_ptr, ticket_ptr, SPLITS, ONE_LAUNCH)
 
 
