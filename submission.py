@@ -810,18 +810,18 @@ def _decode_fp8_gfx950(
     base = gl.full_like(logit_scale, -3.4e38)
     acc = (gl.zeros([WAVES, 16, 128], gl.float32, _mfma(WAVES, 32)),) * 4
     state = (base, gl.zeros_like(base), acc)
-    for _ in range(n_tiles // 2):
+    for _ in range(0, n_tiles, 2):
         for BUF in gl.static_range(2):
             # This buffer has landed and every wave has read the other one.
             cdna4.async_copy.wait_group(0)
             kv_rows += TILE * stride_kv_t
-            if BUF == 0 or left > TILE:
+            if left > TILE:
                 _gfx950_issue(tile, offs, kv_rows, left - TILE, stride_kv_t, 1 - BUF)
-            state = _gfx950_step(tile, q, q_lo, state, left, logit_scale, BUF, PAIRS)
+            if BUF == 0 or left > 0:
+                state = _gfx950_step(tile, q, q_lo, state, left, logit_scale, BUF, PAIRS)
             left -= TILE
+    # Without a tile the one that stands in is still on its way.
     cdna4.async_copy.wait_group(0)
-    if n_tiles % 2 == 1:
-        state = _gfx950_step(tile, q, q_lo, state, left, logit_scale, 0, PAIRS)
     _gfx950_finish(state, kv_scale, out_ptr, part_ptr, lse_ptr, ticket_ptr, SPLITS, ONE_LAUNCH)
 
 

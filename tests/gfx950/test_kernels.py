@@ -62,7 +62,7 @@ def test_lengths_around_a_tile(waves):
 
 @forms
 def test_split_takes_whole_pairs_and_odd_tiles(waves):
-    """One split of two to four tiles: the buffers' turns and the step behind the loop."""
+    """One split of two to four tiles: the buffers' turns and an odd last one."""
     tile = 32 * waves
     check(draw([2 * tile, 3 * tile - 9, 4 * tile]), replace(FORMS[waves], splits=1))
 
