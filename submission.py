@@ -899,11 +899,7 @@ def _mxfp4_step(x, words, values, scales, state, base, left, logit_scale):
     scale = _view(scales, gl.uint8, [4, 32, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])).load(V).to(gl.int32)
     scale = (scale << 23).to(gl.float32, bitcast=True)
     # [4 waves, 32 tokens, 16 blocks x 4 words]: lane l holds 8 tokens, from 8 * (l // 16) on, of block l % 16.
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 8, 0], [0, 16, 0]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 32, 64],
-    )  # fmt: skip
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 8, 4], [1, 4, 16], [4, 1, 1], [2, 1, 0])
     v = _view(values, gl.int32, [4, 32, 64], gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])).load(WORDS)
     v = gl.split(v.reshape([4, 32, 16, 2, 2]))
     v = gl.split(v[0]) + gl.split(v[1])
