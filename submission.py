@@ -181,7 +181,10 @@ def _decode(
     # A power-of-two scale per head makes Q fit fp16 exactly, as every e4m3 value does.
     dtype: tl.constexpr = tl.float16 if stride_scale_t is None else tl.bfloat16
     qn, qr = qn.to(tl.float32), qr.to(tl.float32)
-    up, down = _power_of_two_scale(tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1)))
+    amax = tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1))
+    if stride_scale_t is not None:  # bf16 holds any Q; scaled up, it would take float32's room from a large cache
+        amax = tl.maximum(amax, 128.0)
+    up, down = _power_of_two_scale(amax)
     qn, qr = (qn * up[:, None]).to(dtype), (qr * up[:, None]).to(dtype)
     logit_scale = down * (kv_scale * softmax_scale)
 

@@ -167,6 +167,16 @@ def test_scales_over_many_octaves_stay_exact(run):
             assert relative_error(output[:, :, block], expected[:, :, block]) < ACCURACY, f"block {block}"
 
 
+@pytest.mark.parametrize("scale, q_factor", [(250, 1.0), (127, 2.0**120)])
+def test_products_near_the_end_of_float32_stay_exact(run, scale, q_factor):
+    """One block of 2^123, or a Q of 2^120: scaling Q must not take the one's room for the other."""
+    data = ragged_input([70, 33], q_factor=q_factor)
+    packed, scales = codes_of(data)
+    scales[5, 3] = scale
+    data = with_cache(data, packed, scales)
+    assert relative_error(run(data, 1), reference.oracle(data, "mxfp4")) < ACCURACY
+
+
 # ---- negative controls
 
 
