@@ -260,9 +260,8 @@ def examine(config: Config, pairs: bool = True, s_q: int = 1) -> Form:
     counts = classify([i for block in blocks if not is_mask(block) for i in block])
     inside = sum(map(len, blocks))
     everything = sum(len(instructions) for _, instructions in _blocks(kernel.asm["amdgcn"]))
-    # The loop holds two tiles; the step for an odd last tile stands once more behind it.
-    per_tile = {name: count / 2 for name, count in counts.items()}
-    return Form(config, per_tile, everything - inside - inside // 2, resources(kernel))
+    per_tile = {name: count / 2 for name, count in counts.items()}  # the loop holds two
+    return Form(config, per_tile, everything - inside, resources(kernel))
 
 
 @dataclass(frozen=True)

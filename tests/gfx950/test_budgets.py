@@ -69,6 +69,9 @@ def test_a_cu_holds_the_programs_that_the_row_states(config, s_q):
 @every_row
 def test_main_loop(config, s_q):
     loop = examine(config, s_q=s_q).per_tile
+    # The loop holds two tiles; no step stands outside of it, as cold code that no prediction would count.
+    asm = compile_decode(config, s_q=s_q).asm["amdgcn"]
+    assert len(re.findall(r"^\s+v_mfma", asm, re.M)) == 2 * (loop["mfma_k128"] + loop["mfma_k32"])
     # Nothing but what is listed: no ds_read_u8, no narrow load, no AGPR move, no scratch, no other MFMA.
     assert not loop.keys() & STRANGERS
     # A wave's 32 rows of 576 bytes, 64 lanes x 16 bytes at a time.

@@ -307,7 +307,7 @@ def test_predicted_beside_fp8():
     for batch_size, kv_seq_len in ((32, 8192), (64, 8192), (256, 1024), (256, 8192)):
         fp8 = gfx950.predict(batch_size, kv_seq_len, gfx950.candidates(batch_size, kv_seq_len)[0]).time_us
         config = mxfp4_gfx950.config_of(batch_size, kv_seq_len)
-        assert mxfp4_gfx950.predict(batch_size, kv_seq_len, config)[2] <= 0.76 * fp8
+        assert mxfp4_gfx950.predict(batch_size, kv_seq_len, config)[2] <= 0.75 * fp8
 
 
 def test_report():
