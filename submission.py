@@ -287,30 +287,34 @@ def _merge_partials(
     SPLITS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say."""
+    """`_combine` for one query row by one program, in the order of the splits: the order of arrival has no say.
+
+    An empty split's partial must be zeros, as the kernels leave it.
+    """
     GROUP: gl.constexpr = min(4, SPLITS)  # partials on their way at once; the loop is rolled: less cold code
     offs_h = gl.set_auto_layout(gl.arange(0, 16)[:, None], LAYOUT)
     offs = offs_h * 512 + gl.arange(0, 512)[None, :]
-    m = gl.full([16, 1], float("-inf"), gl.float32, LAYOUT)
+    m = gl.full([16, 1], -3.4e38, gl.float32, LAYOUT)  # not -inf: inf - inf is NaN
     norm = gl.zeros([16, 1], gl.float32, LAYOUT)
     acc = gl.zeros([16, 512], gl.float32, LAYOUT)
     for first in range(0, SPLITS, GROUP):
         lses = ()
         parts = ()
+        m_new = m
         for i in gl.static_range(GROUP):
             s = gl.minimum(first + i, SPLITS - 1)
-            lses = lses + (gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg"),)
+            lse = gl.load(lse_ptr + s * 16 + offs_h, cache_modifier=".cg")
+            lses = lses + (gl.where(first + i < SPLITS, lse, float("-inf")),)
             parts = parts + (gl.load(part_ptr + s * 8192 + offs, cache_modifier=".cg"),)
+            m_new = gl.maximum(m_new, lses[i])
+        rescale = gl.exp2(m - m_new)
+        norm *= rescale
+        acc *= rescale
         for i in gl.static_range(GROUP):
-            # An empty split's partial may be anything, and a weight of zero would not silence a NaN in it.
-            empty = (lses[i] == float("-inf")) | (first + i >= SPLITS)
-            part = gl.where(empty, 0.0, parts[i].to(gl.float32))
-            m_new = gl.maximum(m, gl.where(empty, float("-inf"), lses[i]))
-            w = gl.where(empty, 0.0, gl.exp2(lses[i] - m_new))
-            rescale = gl.where(norm == 0.0, 0.0, gl.exp2(m - m_new))
-            norm = norm * rescale + w
-            acc = acc * rescale + part * w
-            m = m_new
+            w = gl.exp2(lses[i] - m_new)
+            norm += w
+            acc += parts[i].to(gl.float32) * w
+        m = m_new
     o = acc * (kv_scale / gl.where(norm == 0.0, 1.0, norm))
     gl.store(out_ptr + offs, o.to(gl.bfloat16))
 
@@ -746,15 +750,15 @@ def _gfx950_finish(
     weight = gl.exp2(base - top[None, :])
     total = gl.sum(norm * weight, 0)
     weight = weight / gl.where(total == 0.0, 1.0, total)[None, :]
-    weight = gl.convert_layout(weight, gl.SliceLayout(2, acc[0].type.layout))[:, :, None]
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 16, [2, 1, 0])
     shares = gl.allocate_shared_memory(gl.float32, [gl.num_warps(), 16, 512], SWIZZLED)
     for c in gl.static_range(512 // WIDTH):
-        shares.slice(WIDTH * c, WIDTH, 2).store(acc[c] * weight)
+        shares.slice(WIDTH * c, WIDTH, 2).store(acc[c])
 
     offs = _head_offsets(512, 512, 8)
     LAYOUT: gl.constexpr = offs.type.layout
-    o = gl.sum(shares.load(LAYOUT.parent), 0)
+    weight = gl.convert_layout(weight, gl.SliceLayout(2, LAYOUT.parent))[:, :, None]
+    o = gl.sum(shares.load(LAYOUT.parent) * weight, 0)
     t, split = gl.program_id(0).to(gl.int64), gl.program_id(1)
     out_row = out_ptr + t * 8192
     parts = part_ptr + t * SPLITS * 8192
@@ -983,7 +987,10 @@ def _decode_mxfp4_gfx950(
         top = gl.maximum(gl.convert_layout(gl.max(state[0], 2), base.type.layout) * logit_scale, -3.4e38)
         # Safe are P up to 2^64, V up to 6 x 2^32 and 2^26 tokens.
         unsafe = (top > base + 64.0) | ((top < base - 16.0) & (top > -3.4e38))
-        unsafe = gl.max(unsafe.to(gl.int32), None) | gl.max((state[2] >> 7) & 0x1010101, None)
+        large = gl.max(gl.max((state[2] >> 7) & 0x1010101, 2), 1)
+        unsafe = gl.max(
+            gl.max(unsafe.to(gl.int32), 1) | gl.convert_layout(large, gl.SliceLayout(1, base.type.layout)), 0
+        )
         tries = gl.where(unsafe > 0, tries - 1, 0)
         if tries > 0:
             base = top
