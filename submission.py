@@ -641,7 +641,9 @@ def _gfx950_query(qn, qr, scale):
     up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
     qn_hi, qn_lo = _hi_lo(qn, up[:, None])
     qr_hi, qr_lo = _hi_lo(qr, gl.convert_layout(up, gl.SliceLayout(1, qr.type.layout))[:, None])
-    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT))[None, :] * scale + gl.zeros([WAVES, 1], gl.float32)
+    # Not 0, as for zeros over a cache of zeros: a masked score is -inf.
+    least = gl.full([WAVES, 1], 1e-37, gl.float32)
+    logit_scale = gl.convert_layout(down, gl.SliceLayout(0, STAT))[None, :] * scale + least
     # One piece of LDS hands out rope, then hi.
     smem = gl.allocate_shared_memory(gl.float8e4nv, [16, 512], gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
     smem.slice(0, 64, 1).store(qr_hi)

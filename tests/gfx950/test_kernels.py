@@ -106,6 +106,14 @@ def test_q_of_zeros_averages_the_values():
     check(case, FORMS[4])
 
 
+def test_zeros_over_a_cache_of_zeros():
+    """Quantised, such a cache has a scale of 2e-15, whose product with that of Q is below float32's numbers."""
+    case = draw([40])
+    case.q.zero_()
+    case.kv.copy_(torch.zeros(case.kv.shape))
+    assert not execute(replace(case, kv_scale=reference.quantize_fp8(torch.zeros(1))[1]), FORMS[4]).out.any()
+
+
 def test_plain_fp8_is_an_order_of_magnitude_off():
     case = draw([300])
     plain = error(execute(case, FORMS[4], pairs=False), case.expected())
