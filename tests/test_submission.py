@@ -176,7 +176,14 @@ def test_a_problem_holds_all_that_the_checks_and_the_choice_depend_on(monkeypatc
         "no token at all": edit(GOOD, kv_data=none),
         "more tokens than fit": edit(GOOD, kv_data=more),
         "rows that do not fit": edit(GOOD, kv_data={"fp8": (KV["fp8"][0][:-1], KV["fp8"][1])}),
+        "rows of mxfp4 that do not fit": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0][:-1], KV["mxfp4"][1])}),
+        "too few rows of its scales": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1][:133])}),
+        "columns of its scales": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1][:, :20])}),
+        "dtype of its scales": edit(GOOD, kv_data={"mxfp4": (KV["mxfp4"][0], KV["mxfp4"][1].view(torch.uint8))}),
+        "heads": edit(GOOD, q=Q[:, :8]),
+        "scales of fp8": edit(GOOD, kv_data={"fp8": (KV["fp8"][0], torch.ones(2))}),
         "dtype": edit(GOOD, kv_indptr=KVI.long()),
+        "device": edit(GOOD, kv_indptr=KVI.to("meta")),
     }
     for name, data in changed.items():
         assert submission.problem_of(data) != base, name
@@ -780,6 +787,24 @@ def test_mi355x_tries_mxfp4_for_many_long_sequences(batch_size):
     assert any(arm.startswith("aiter") for arm in arms)
 
 
+def test_layouts_that_the_kernels_cannot_read_are_told():
+    def wide(x, width):
+        """`x` in rows `width` elements apart."""
+        return torch.empty(*x.shape[:-1], width * x.itemsize, dtype=torch.uint8).view(x.dtype)[..., : x.shape[-1]]
+
+    fp8, scale = KV["fp8"]
+    for name, given, contiguous, aligned in (
+        ("as they come", {}, True, True),
+        ("q", {"q": wide(Q, 640)}, False, True),
+        ("q, heads between 16 bytes", {"q": wide(Q, 580)}, False, False),
+        ("bf16", {"kv_data": {"bf16": wide(KV["bf16"], 640)}}, False, True),
+        ("fp8", {"kv_data": {"fp8": (wide(fp8, 640), scale)}}, False, True),
+        ("fp8, rows between 16 bytes", {"kv_data": {"fp8": (wide(fp8, 584), scale)}}, False, False),
+    ):
+        problem = submission.problem_of(edit(GOOD, **given))
+        assert (problem.contiguous, problem.aligned) == (contiguous, aligned), name
+
+
 def test_packed_rows_are_told_from_other_layouts():
     values, scales = GOOD[1]["mxfp4"]
     scales = scales.view(torch.uint8)
@@ -789,6 +814,7 @@ def test_packed_rows_are_told_from_other_layouts():
 
     assert packed(values, scales) and packed(values, scales[1:, :20])
     assert not packed(values, scales[:, :18])
+    assert not packed(values, scales[:, :22])
     assert not packed(values, torch.empty(256, 25, dtype=torch.uint8)[:, :24])
     assert not packed(values, scales.flatten()[1:-23].view(-1, 24))
     assert not packed(torch.empty(134, 1, 296, dtype=torch.uint8)[..., :288], scales)
