@@ -673,6 +673,13 @@ def test_a_first_call_out_of_time_leaves_the_rest_out(plant, monkeypatch, capsys
     assert "fast (splits=1) not tried" in capsys.readouterr().err
 
 
+def test_past_the_limit_the_search_for_a_right_arm_goes_on(plant, monkeypatch):
+    monkeypatch.setenv("MLA_TUNE_SECONDS", "0.000001")
+    plant(raises=raises, wrong=wrong_gain, fast=right)
+    submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
+    assert submission.last_run().arm == "fast"
+
+
 def test_no_more_than_the_first_candidates_are_tried(plant, monkeypatch, capsys):
     monkeypatch.setenv("MLA_VERBOSE", "1")
     plant(**{f"arm{i}": right for i in range(submission.MAX_CANDIDATES + 2)})
