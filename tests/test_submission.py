@@ -615,6 +615,14 @@ def test_one_element_that_is_not_finite_is_caught(plant, value):
         submission.custom_kernel(reference.generate_input(2, 1, 64, 3))
 
 
+def test_nan_that_belongs_there_is_right(plant):
+    data = reference.generate_input(2, 1, 64, 3)
+    data[1]["bf16"][70] = float("nan")
+    plant(only=right)
+    output = submission.custom_kernel(data)
+    assert output[0].isfinite().all() and output[1].isnan().all()
+
+
 def test_one_wrong_row_is_caught(plant):
     def one_row(data, problem, config):
         output = right(data, problem, config)

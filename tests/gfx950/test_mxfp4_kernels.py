@@ -27,12 +27,13 @@ KERNEL_ERROR = 3e-3
 
 @functools.cache
 def portable(splits: int) -> TritonKernel:
-    constexprs = {"SPLITS": splits, "BLOCK_N": 32, "stride_scale_t": 24}
+    config = Config("triton_mxfp4")
+    constexprs = {"SPLITS": splits, "BLOCK_N": config.block_n, "stride_scale_t": 24}
     names = submission._decode.arg_names
     types = {name: MXFP4[name] for name in names if name not in constexprs}
-    aligned = [i for i, name in enumerate(names) if types.get(name, "")[:1] == "*"]
+    aligned = [i for i, n in enumerate(names) if types.get(n, "")[:1] == "*" or n in types and n[:6] == "stride"]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    return TritonKernel.compile(submission._decode, types, constexprs, attrs, num_warps=8)
+    return TritonKernel.compile(submission._decode, types, constexprs, attrs, num_warps=config.num_warps)
 
 
 def cache_of(data):
