@@ -1073,14 +1073,14 @@ def _mi355x(batch_size: int | None, kv_seq_len: int | None, *configs: Config) ->
 # there, H200, cold cache, beside the reader kernel's over the same bytes.
 TABLE: tuple[tuple[str, int | None, int | None, tuple[Config, ...]], ...] = (
     ("cpu", None, None, (_CHUNKED,)),
-    _hopper(4, 1024, 16),  # 9.6 us, reader 5.0
-    _hopper(4, 8192, 32),  # 16.4 us, reader 10.3
-    _hopper(32, 1024, 4),  # 16.0 us, reader 10.3
-    _hopper(32, 8192, 8),  # 55.1 us, reader 46.1
-    _hopper(64, 1024, 2),  # 22.7 us, reader 16.2
-    _hopper(64, 8192, 4),  # 89.9 us, reader 79.0
-    _hopper(256, 1024, 1),  # 52.1 us, reader 46.8
-    _hopper(256, 8192, 1),  # 292.7 us, reader 274.8
+    _hopper(4, 1024, 16),  # 9.9 us, reader 5.1
+    _hopper(4, 8192, 32),  # 15.2 us, reader 10.3
+    _hopper(32, 1024, 4),  # 15.3 us, reader 10.3
+    _hopper(32, 8192, 8),  # 54.0 us, reader 45.7
+    _hopper(64, 1024, 2),  # 22.3 us, reader 16.2
+    _hopper(64, 8192, 4),  # 89.8 us, reader 78.9
+    _hopper(256, 1024, 1),  # 52.7 us, reader 45.6
+    _hopper(256, 8192, 1),  # 293.4 us, reader 275.0
     _hopper(None, None, 0),
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
     # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
