@@ -1996,7 +1996,7 @@ def _first_call(data: tuple, problem: Problem) -> Config:
     _expect(ok, "MLA_TUNE_SECONDS", "a decimal number of seconds > 0", repr(seconds))
     deadline = time.monotonic() + float(seconds)
     configs = _candidates(problem, backend, kv)
-    timed = tune and len(configs) > 1
+    timed = tune and sum(not ARMS[config.arm].last_resort for config in configs) > 1
     flush = None
     if timed and problem.device.type == "cuda":  # several times any last-level cache, memory permitting
         flush_bytes = min(1 << 30, torch.cuda.mem_get_info(problem.device)[0] // 4)
@@ -2019,7 +2019,7 @@ def _first_call(data: tuple, problem: Problem) -> Config:
                     raise RuntimeError(f"its cache keeps {share:.2%} of the elements in tolerance")
             error, time_us = _prove(data, problem, config, attend(arm.kv), flush, TUNE_RUNS if timed else 2)
         except Exception as failure:
-            reasons.append(f"{name}: {failure}")
+            reasons.append(f"{name}: {' '.join(str(failure).split())}")  # a compiler's error has many lines
             _say(f"{label} dropped {reasons[-1]}")
             continue
         if verbose:
