@@ -99,7 +99,7 @@ def _tile_range(kv_indptr, t, s_q, split, SPLITS: tl.constexpr, BLOCK_N: tl.cons
 
 @_jit
 def _power_of_two_scale(amax):
-    """(2^k, 2^-k) that bring a float32 `amax` to [128, 256); 0 and denormals count as 2^-97."""
+    """(2^k, 2^-k) that bring a float32 `amax` to [128, 256); less than 2^-97 counts as that."""
     exponent = tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 30)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
@@ -178,7 +178,7 @@ def _decode(
     qn, qr = _load_parts(q_ptr + t.to(tl.int64) * stride_q_t, offs_h, 16, stride_q_h, 512)
     kv_scale = tl.load(scale_ptr) if stride_scale_t is None else 1.0
     kv_start, kv_end, first, last = _tile_range(kv_indptr, t, s_q, split, SPLITS, BLOCK_N)
-    # A power-of-two scale per head makes Q fit fp16 exactly, as every e4m3 value does.
+    # A power-of-two scale per head makes Q fit fp16, as every e4m3 value does, exactly down to 2^-24 of its maximum.
     dtype: tl.constexpr = tl.float16 if stride_scale_t is None else tl.bfloat16
     qn, qr = qn.to(tl.float32), qr.to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(qn), 1), tl.max(tl.abs(qr), 1))
@@ -253,7 +253,7 @@ def _combine(
     tl.store(out_ptr + (t * 16 + h) * 512 + offs_d, o * kv_scale)
 
 
-# ---- Gluon: one launch ----
+# ---- Gluon: what its kernels share ----
 
 
 @_gluon_builtin
@@ -261,6 +261,19 @@ def _barrier(_semantic=None):
     """A barrier of the program's threads: `thread_barrier`, which Triton 3.7 renames."""
     barrier = getattr(gl, "thread_barrier", None) or gl.barrier
     return barrier(_semantic=_semantic)
+
+
+@_gluon_jit
+def _hi_lo(x, up):
+    """float32 x * up as the sum of two e4m3 numbers, `up` bringing the largest x to [128, 256).
+
+    Exact for bf16 x down to 2^-9 of that largest one; smaller ones come out to within 2^-16 of it.
+    hi is x * up rounded to 4 significant bits on its float32 pattern: converting a fresh e4m3 pair back to fp16 is
+    miscompiled by ptxas, so lo is not taken from the converted hi.
+    """
+    x = x * up
+    hi = ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
+    return hi.to(gl.float8e4nv), (x - hi).to(gl.float8e4nv)
 
 
 @_gluon_jit
@@ -280,7 +293,7 @@ def _arrive_last(ticket_ptr, SPLITS: gl.constexpr):
 
 @_gluon_jit
 def _merge_partials(
-    part_ptr,  # fp16 [SPLITS, 16, 512] of one query row
+    part_ptr,  # fp16 or fp32 [SPLITS, 16, 512] of one query row
     lse_ptr,  # fp32 [SPLITS, 16]
     out_ptr,  # bf16 [16, 512]
     kv_scale,
@@ -339,18 +352,6 @@ def _exp2(x):
 
 
 @_gluon_jit
-def _hi_lo(x, up):
-    """float32 x * up as the sum of two e4m3 numbers, exact for bf16 x down to about 2^-20 of the scaled maximum.
-
-    hi is x * up rounded to 4 significant bits on its float32 pattern: converting a fresh e4m3 pair back to fp16 is
-    miscompiled by ptxas, so lo is not taken from the converted hi.
-    """
-    x = x * up
-    hi = ((x.to(gl.int32, bitcast=True) + 0x80000) & -0x100000).to(gl.float32, bitcast=True)
-    return hi.to(gl.float8e4nv), (x - hi).to(gl.float8e4nv)
-
-
-@_gluon_jit
 def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, LAYOUT: gl.constexpr):
     """O^T += V^T P^T for 128 dims: V^T from registers, P^T from shared memory.
 
@@ -370,7 +371,7 @@ def _hopper_pv(acc_even, acc_odd, p_smem, v_smem, LAYOUT: gl.constexpr):
 
 @_gluon_jit
 def _hopper_clear_tail(kn_tile, valid):
-    """Zeroes rows [valid, 64) of a tile: they may hold NaN, which a weight of zero does not silence."""
+    """Zeroes rows [valid, 64) of a tile's latent part: they may hold NaN, which a weight of zero does not silence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     words = kn_tile._reinterpret(gl.int32, [64, 128], gl.NVMMASharedLayout(128, 32, 2))
     keep = gl.arange(0, 64)[:, None] < valid
@@ -636,7 +637,6 @@ def _gfx950_query(qn, qr, scale):
     """
     WAVES: gl.constexpr = gl.num_warps()
     STAT: gl.constexpr = gl.SliceLayout(2, gl.DotOperandLayout(0, _mfma(WAVES, 32), 8))
-    # A power-of-two scale per head makes hi + lo exact for bf16.
     amax_r = gl.convert_layout(gl.max(gl.abs(qr), 1), gl.SliceLayout(1, qn.type.layout))
     up, down = _power_of_two_scale(gl.maximum(gl.max(gl.abs(qn), 1), amax_r))
     qn_hi, qn_lo = _hi_lo(qn, up[:, None])
@@ -1334,12 +1334,12 @@ def _split_k(
 ) -> torch.Tensor:
     """One launch of a decode `kernel`, and one of the combine where partials are left.
 
-    cache: its arguments between q and kv_indptr, the last one the scale or scales; strides: those at the end. A Gluon
+    cache: its arguments between q and kv_indptr, the last one the scale or scales; strides: those behind Q's. A Gluon
     kernel takes tickets and may combine by itself; its grid is the other way round.
     """
     q, _, _, kv_indptr, _ = data
     total_q, splits, kv_scale = problem.total_q, config.splits, cache[-1]
-    out = part = lse = _output(problem)
+    out = part = lse = _output(problem)  # stands in where there are no partials
     part_dtype = torch.float16
     if kv_scale.dtype is not torch.float32:  # values that carry their scales may exceed fp16's range
         kv_scale, part_dtype = _buffer("unit scale", (1,), torch.float32, q.device, torch.ones), torch.float32
@@ -1351,7 +1351,7 @@ def _split_k(
     grid, tickets, one_launch = (splits, total_q), [], False
     if kernel is not _decode:
         one_launch = config.one_launch and splits > 1
-        grid, tickets = (total_q, splits), [kv_indptr]
+        grid, tickets = (total_q, splits), [kv_indptr]  # stands in where no ticket is taken
         options["ONE_LAUNCH"] = one_launch
     if one_launch:  # zeros, which every launch leaves so
         tickets = [_buffer("tickets", (total_q,), torch.int32, q.device, torch.zeros)]
@@ -1774,9 +1774,8 @@ def _run_aiter(data: tuple, problem: Problem, config: Config, mode: AiterMode) -
 def _no_aiter(problem: Problem, mode: AiterMode) -> str | None:
     """Why an AITER arm cannot serve a problem, found out in the end by preparing the call that `_run_aiter` makes.
 
-    Its schedules are cached by shape, so they hold only when every sequence has kv_seq_len tokens. The host knows
-    without reading the device: no sequence is longer, so total_kv == batch_size * kv_seq_len exactly when all are
-    equal. Other batches are left to this file's kernels, which read kv_indptr on the device.
+    Its schedules are cached by shape, so they hold only for uniform problems. Other batches are left to this file's
+    kernels, which read kv_indptr on the device.
     """
     target = _target(problem.device).name
     if target != "gfx950":
@@ -1800,7 +1799,7 @@ def _no_aiter(problem: Problem, mode: AiterMode) -> str | None:
 # ---- arms ----
 
 
-EXACT_ERROR = 1e-2  # relative L2; the fp8 kernels, which keep Q exact, stay below 2.5e-3 (docs/h200.md)
+EXACT_ERROR = 1e-2  # relative L2; this file's fp8 kernels stay below 2.5e-3 (docs/h200.md)
 A8W8_ERROR = 5e-2  # P is rounded to e4m3 in the fp8 kernel, and so is Q before it
 
 
@@ -2070,7 +2069,8 @@ def custom_kernel(data: tuple) -> torch.Tensor:
     read it in place of the tokens a last tile lacks.
 
     The first call of a shape and layout synchronises and cannot be captured in a graph; later ones neither synchronise
-    nor allocate. Raises what `check_arguments` raises, RuntimeError if no arm proves right.
+    nor allocate, but in `torch_chunked` and, in part, AITER. Raises what `check_arguments` raises, RuntimeError if no
+    arm proves right.
     """
     global _last
     try:
