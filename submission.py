@@ -1258,7 +1258,7 @@ class Problem(NamedTuple):
     uniform: bool
     aligned: bool  # addresses and row strides of Q and of a non-empty fp8 cache are multiples of 16 bytes
     packed: bool  # so are those of Q and of a non-empty mxfp4 cache; its scales come in whole words
-    contiguous: bool  # Q and the bf16 and fp8 caches
+    contiguous: bool  # Q and the bf16 and fp8 caches; of the bf16 one also the address is a multiple of 16 bytes
     rest: tuple = ()  # what only the checks and the settings see
 
     @property
@@ -1287,7 +1287,7 @@ def problem_of(data: tuple) -> Problem:
         q.device, b, s_q, s_kv, sm_scale, 0 < total_kv == b * s_kv,
         total_kv > 0 and (bits | fp8.data_ptr() | fp8.stride()[0]) % 16 == 0,
         words and (bits | mxfp4.data_ptr() | mxfp4.stride()[0]) % 16 == 0,
-        q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous(),
+        q.is_contiguous() and bf16.is_contiguous() and fp8.is_contiguous() and bf16.data_ptr() % 16 == 0,
         (
             *layouts,
             *[x.shape for x in (q, qo_indptr, kv_indptr, fp8_scale)],

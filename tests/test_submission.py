@@ -809,11 +809,13 @@ def test_layouts_that_the_kernels_cannot_read_are_told():
         return torch.empty(*x.shape[:-1], width * x.itemsize, dtype=torch.uint8).view(x.dtype)[..., : x.shape[-1]]
 
     fp8, scale = KV["fp8"]
+    shifted = torch.empty(KV["bf16"].numel() + 1, dtype=torch.bfloat16)[1:].view_as(KV["bf16"])
     for name, given, contiguous, aligned in (
         ("as they come", {}, True, True),
         ("q", {"q": wide(Q, 640)}, False, True),
         ("q, heads between 16 bytes", {"q": wide(Q, 580)}, False, False),
         ("bf16", {"kv_data": {"bf16": wide(KV["bf16"], 640)}}, False, True),
+        ("bf16, one element off", {"kv_data": {"bf16": shifted}}, False, True),
         ("fp8", {"kv_data": {"fp8": (wide(fp8, 640), scale)}}, False, True),
         ("fp8, rows between 16 bytes", {"kv_data": {"fp8": (wide(fp8, 584), scale)}}, False, False),
     ):
