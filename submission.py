@@ -987,7 +987,7 @@ def _decode_mxfp4_gfx950(
             state = _mxfp4_step(x, words, values, scales, state, base, left, logit_scale)
         # A wave without a token keeps the least maximum: inf - inf is NaN.
         top = gl.maximum(gl.convert_layout(gl.max(state[0], 2), base.type.layout) * logit_scale, -3.4e38)
-        # Safe are P up to 2^64, V up to 6 x 2^32 and 2^26 tokens.
+        # Safe are largest P from 2^-16, far above where float32 ends, to 2^64, V up to 6 x 2^32 and 2^26 tokens.
         unsafe = (top > base + 64.0) | ((top < base - 16.0) & (top > -3.4e38))
         large = gl.max(gl.max((state[2] >> 7) & 0x1010101, 2), 1)
         unsafe = gl.max(
@@ -1085,8 +1085,7 @@ TABLE: tuple[tuple[str, int | None, int | None, tuple[Config, ...]], ...] = (
     # No row of gfx950 was measured. gfx950_fp8 is ordered by `python -m bench.gfx950 --forms`, whose one launch pays
     # while few splits meet in one program; gfx950_mxfp4, on offer for many long sequences, is predicted faster there by
     # `python -m bench.mxfp4_gfx950`; AITER goes by its schedules' busy CUs and longest CU, see docs/aiter.md.
-    # A small total, where quantising Q costs a launch and the bf16 cache's bytes are few.
-    _mi355x(4, 1024, _FP8, _gfx950(2), _A16W8, Config("aiter_bf16", splits=1)),
+    _mi355x(4, 1024, _FP8, _gfx950(2), _A16W8, Config("aiter_bf16", splits=1)),  # too few bytes to quantise Q for
     _mi355x(4, 8192, _FP8, _CAST, _A16W8, _A8W8),
     _mi355x(32, 1024, _FP8_MERGED, _FP8, _CAST, _A16W8),
     _mi355x(32, 8192, _FP8_MERGED, _PACKED_MERGED, _CAST, _A16W8),
@@ -1483,7 +1482,7 @@ NAN_SPLITS = 16  # splits of a sequence with which AITER was reported to return 
 
 
 def _item_fault(length: int, tile: int) -> str | None:
-    """Why stage 1 must not be given an item of `length` tokens; tiles of whole 128 tokens are the a8w8 kernel's.
+    """Why stage 1 must not be given an item of `length` tokens; a `tile` of whole 128 tokens means the a8w8 kernel.
 
     Tails of 1 to 3 tokens were reported to return NaN; after an even number of whole tiles the a8w8 kernel may overlap
     its last prefetch with the staging of its output.
@@ -1496,7 +1495,7 @@ def _item_fault(length: int, tile: int) -> str | None:
 
 
 def _cut(length: int, tile: int) -> list[int]:
-    """The lengths of two items without a fault, the first of whole tiles if possible, else `length` itself."""
+    """Lengths of two items without a fault, the first one of whole tiles if possible; [length] if there are none."""
     for first in chain(range(tile, length, tile), range(8, length, 8)):
         if not (_item_fault(first, tile) or _item_fault(length - first, tile)):
             return [first, length - first]
