@@ -80,7 +80,7 @@ CACHE_NAMES = ("bf16", "fp8", "mxfp4")
 _caches = itemgetter(*CACHE_NAMES)
 
 
-# ---- device helpers ----
+# ---- what all kernels share ----
 
 
 @_jit
@@ -106,7 +106,7 @@ def _power_of_two_scale(amax):
     return up, down
 
 
-# ---- kernels ----
+# ---- Triton: any GPU ----
 
 
 @_jit
@@ -253,7 +253,7 @@ def _combine(
     tl.store(out_ptr + (t * 16 + h) * 512 + offs_d, o * kv_scale)
 
 
-# ---- Gluon: what its kernels share ----
+# ---- what the Gluon kernels share ----
 
 
 @_gluon_builtin
