@@ -177,6 +177,7 @@ class AiterModel:
         self._register("stage2", "Tensor part, Tensor lse, Tensor kv_indptr, Tensor out")
         dtypes.fp8, dtypes.bf16, dtypes.fp32, dtypes.i32 = FP8, BF16, torch.float32, torch.int32
         aiter.mla, aiter.dtypes, aiter.ops, ops.quant = mla, dtypes, ops, quant
+        quant.per_tensor_quant_hip = aiter.per_tensor_quant_hip = self._per_tensor_quant_hip
         aiter.get_mla_metadata_info_v1 = self._info_function()
         mla.mla_decode_fwd = self._decode_fwd_function()
         self.module = aiter
@@ -284,6 +285,14 @@ class AiterModel:
         if self.arithmetic:
             scale.copy_(x.abs().max().float() / 448)
             out.copy_((x.float() / scale).clamp(-448, 448))
+
+    def _per_tensor_quant_hip(self, x, scale=None, quant_dtype=torch.int8, num_rows=None, num_rows_factor=1):
+        need(scale is None and quant_dtype == FP8, "the model quantises to fp8 with a dynamic scale")
+        out, scale = torch.empty_like(x, dtype=FP8), torch.empty(1)
+        values = {"out": out, "input": x, "scale": scale}
+        self.calls.append(Call("per_tensor_quant_hip", values))
+        self._dynamic_per_tensor_quant(values)
+        return out, scale
 
     # ---- stage 1 ----
 

@@ -438,10 +438,27 @@ def test_op_without_schema_and_signature_is_refused(aiter):
     assert reason.startswith("ValueError: mla_reduce_v1: ") and reason.endswith("got ('args', 'kwargs')")
 
 
-def test_arm_without_its_quantisation_raises(aiter, small):
-    aiter(schemas={QUANT: None})
-    with pytest.raises(AttributeError, match=QUANT):
-        call_of(small, "aiter_own_a8w8")(small)
+@pytest.mark.parametrize("wrapper", [True, False])
+def test_quantisation_without_the_op(aiter, capsys, small, wrapper):
+    model = aiter(schemas={QUANT: None})
+    if not wrapper:
+        del model.module.per_tensor_quant_hip
+    call = call_of(small, "aiter_own_a8w8")
+    out = call(small)
+    with Watch() as watch:
+        call(small)
+    assert watch.synchronised == []
+    assert reference.strict_check(small, out, "fp8").passed
+    assert capsys.readouterr().err.count("AITER has no dynamic_per_tensor_quant") == 1
+    assert ("per_tensor_quant_hip" in model.ops()) == wrapper
+
+
+def test_torch_quantisation_of_zeros(aiter, small):
+    model = aiter(schemas={QUANT: None})
+    del model.module.per_tensor_quant_hip
+    data = (torch.zeros_like(small[0]), *small[1:])
+    call = call_of(data, "aiter_own_a8w8")
+    assert call(data).isfinite().all()
 
 
 @pytest.mark.parametrize(
