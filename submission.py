@@ -1707,17 +1707,17 @@ def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | 
     q8 = _buffer("q8", q.shape, torch.float8_e4m3fn, q.device)
     if form == "cast":
         return q8.copy_(q), _buffer("unit scale", (1,), torch.float32, q.device, torch.ones)
-    aiter = _aiter()
+    aiter, scale = _aiter(), _buffer("scale of q8", (1,), torch.float32, q.device)
     if hasattr(aiter.ops.quant, "dynamic_per_tensor_quant"):
-        scale = _buffer("scale of q8", (1,), torch.float32, q.device)
         aiter.ops.quant.dynamic_per_tensor_quant(q8, q, scale)
         return q8, scale
     _say_once("AITER has no dynamic_per_tensor_quant: per_tensor_quant_hip, or else torch, quantises Q")
     if hasattr(aiter, "per_tensor_quant_hip"):
         return aiter.per_tensor_quant_hip(q, quant_dtype=torch.float8_e4m3fn)
     # The largest magnitude becomes 448, as there; all zeros would divide 0 by 0.
-    scale = (q.abs().amax().float() / 448).clamp(min=torch.finfo(torch.float32).tiny).view(1)
-    return q8.copy_(q / scale), scale
+    torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
+    scale.div_(448).clamp_(min=torch.finfo(torch.float32).tiny)
+    return q8.copy_(torch.div(q, scale, out=_buffer("wide q", q.shape, torch.float32, q.device))), scale
 
 
 def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch.Tensor]:

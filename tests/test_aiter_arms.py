@@ -448,6 +448,7 @@ def test_quantisation_without_the_op(aiter, capsys, small, wrapper):
     with Watch() as watch:
         call(small)
     assert watch.synchronised == []
+    assert wrapper or watch.allocated == []
     assert reference.strict_check(small, out, "fp8").passed
     assert capsys.readouterr().err.count("AITER has no dynamic_per_tensor_quant") == 1
     assert ("per_tensor_quant_hip" in model.ops()) == wrapper
