@@ -1700,24 +1700,34 @@ def _cast_keeps_overflow(device: torch.device) -> bool:
     return bool(torch.empty_like(large, dtype=torch.float8_e4m3fn).copy_(large).float().isnan().all())
 
 
-def _quantize(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Q [total_q, 16, 576] in the form of an `AiterMode`, and its scale, float32 [1] or None."""
+def _quantizer(problem: Problem, form: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
+    """What brings Q [batch, 16, 576] into the form of an `AiterMode`, with its scale, float32 [1] or None."""
     if form == "bf16":
-        return q, None
-    q8 = _buffer("q8", q.shape, torch.float8_e4m3fn, q.device)
+        return lambda q: (q, None)
+    device, aiter = problem.device, _aiter()
+    q8 = _buffer("q8", (problem.total_q, H_Q, D_QK), torch.float8_e4m3fn, device)
     if form == "cast":
-        return q8.copy_(q), _buffer("unit scale", (1,), torch.float32, q.device, torch.ones)
-    aiter, scale = _aiter(), _buffer("scale of q8", (1,), torch.float32, q.device)
-    if hasattr(aiter.ops.quant, "dynamic_per_tensor_quant"):
-        aiter.ops.quant.dynamic_per_tensor_quant(q8, q, scale)
+        one = _buffer("unit scale", (1,), torch.float32, device, torch.ones)
+        return lambda q: (q8.copy_(q), one)
+    scale = _buffer("scale of q8", (1,), torch.float32, device)
+    quantize = getattr(aiter.ops.quant, "dynamic_per_tensor_quant", None)
+    if quantize is None:
+        _say_once("AITER has no dynamic_per_tensor_quant: per_tensor_quant_hip, or else torch, quantises Q")
+        if hasattr(aiter, "per_tensor_quant_hip"):
+            return partial(aiter.per_tensor_quant_hip, quant_dtype=torch.float8_e4m3fn)
+        wide = _buffer("wide q", q8.shape, torch.float32, device)
+
+        def quantize(out: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+            # The largest magnitude becomes 448, as there; all zeros would divide 0 by 0.
+            torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
+            scale.div_(448).clamp_(min=torch.finfo(torch.float32).tiny)
+            out.copy_(torch.div(q, scale, out=wide))
+
+    def run(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        quantize(q8, q, scale)
         return q8, scale
-    _say_once("AITER has no dynamic_per_tensor_quant: per_tensor_quant_hip, or else torch, quantises Q")
-    if hasattr(aiter, "per_tensor_quant_hip"):
-        return aiter.per_tensor_quant_hip(q, quant_dtype=torch.float8_e4m3fn)
-    # The largest magnitude becomes 448, as there; all zeros would divide 0 by 0.
-    torch.linalg.vector_norm(q, float("inf"), dtype=torch.float32, out=scale.view(()))
-    scale.div_(448).clamp_(min=torch.finfo(torch.float32).tiny)
-    return q8.copy_(torch.div(q, scale, out=_buffer("wide q", q.shape, torch.float32, q.device))), scale
+
+    return run
 
 
 def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch.Tensor]:
@@ -1752,12 +1762,12 @@ def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch
                 "partial_output": part, "partial_lse": lse, "final_output": out, "max_seqlen_q": 1,
                 "num_kv_splits": 0,  # automatic
             }, "max_seqlen_q", "num_kv_splits")  # fmt: skip
-    decode = _bind(module, name, values, "page_size", "nhead_kv")
+    decode, quantize = _bind(module, name, values, "page_size", "nhead_kv"), _quantizer(problem, mode.q)
 
     def run(data: tuple) -> torch.Tensor:
         q, kv_data, *_ = data
         kv, kv_scale = kv_data["fp8"] if mode.kv == "fp8" else (kv_data["bf16"], None)
-        q, q_scale = _quantize(q, mode.q)
+        q, q_scale = quantize(q)
         decode(q=q, kv_buffer=kv.view(-1, 1, 1, D_QK), q_scale=q_scale, kv_scale=kv_scale)
         if reduce is not None:
             reduce()
