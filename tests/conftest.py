@@ -9,3 +9,12 @@ def no_gpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """Calls a function of `tests.interpreted` in a process in which Triton interprets."""
+    from tests import interpreted
+
+    with interpreted.interpreter() as pool:
+        yield lambda function, *args, **named: pool.submit(function, *args, **named).result()

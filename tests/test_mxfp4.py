@@ -1,4 +1,4 @@
-"""The portable mxfp4 decode in Triton's interpreter, against the float64 oracle over the same mxfp4 cache.
+"""What the mxfp4 cache adds to tests/test_kernels.py: its codes, its negative controls, its policy, its arms.
 
 The interpreter truncates where hardware rounds, P and the output: ACCURACY leaves room for that. The partials, which
 are float32, and the kernel on a GPU are held to KERNEL_ERROR.
@@ -18,29 +18,16 @@ from reference import relative_error
 from submission import ARMS, Config, problem_of
 from task import BENCHMARKS, QK_HEAD_DIM
 from tests import interpreted
-from tests.inputs import (
-    RAGGED_LENGTHS,
-    assert_each_sequence_close,
-    check_rows_outside,
-    check_tile_height,
-    check_two_queries,
-    ragged_input,
-)
+from tests.inputs import ragged_input
 
 ACCURACY = 5e-3
 KERNEL_ERROR = 3e-3
 BLOCKS = QK_HEAD_DIM // reference.MXFP4_BLOCK
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with interpreted.interpreter() as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def run(pool):
-    yield lambda *args: pool.submit(interpreted.run, *args, kv="mxfp4").result()
+@pytest.fixture
+def run(interpreter):
+    return lambda *args: interpreter(interpreted.run, *args, kv="mxfp4")
 
 
 def with_cache(data, packed, scales):
@@ -55,13 +42,6 @@ def codes_of(data):
     return packed.clone(), scales[: packed.shape[0], :BLOCKS].clone()
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 8])
-@pytest.mark.parametrize("lengths", RAGGED_LENGTHS.values(), ids=RAGGED_LENGTHS)
-def test_ragged_lengths_and_splits(run, lengths, splits):
-    data = ragged_input(lengths, seed=splits)
-    assert_each_sequence_close(run(data, splits), data, "mxfp4", ACCURACY)
-
-
 @pytest.mark.parametrize("q_factor", [1.0, 6.0])
 def test_partials_combined_in_float64_are_within_the_kernel_error(run, q_factor):
     data = ragged_input([700, 65], q_factor=q_factor)
@@ -70,29 +50,6 @@ def test_partials_combined_in_float64_are_within_the_kernel_error(run, q_factor)
     weights = torch.softmax(lse.double() * math.log(2), 1)
     output = (torch.where(empty[..., None], 0.0, part.double()) * weights[..., None]).sum(1)
     assert relative_error(output, reference.oracle(data, "mxfp4")) < KERNEL_ERROR
-
-
-@pytest.mark.parametrize("block_n", [16, 32])
-def test_other_tile_heights(run, block_n):
-    check_tile_height(run, block_n, "mxfp4", ACCURACY)
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_two_queries_are_bottom_right_causal(run, splits):
-    check_two_queries(run, splits, "mxfp4", ACCURACY)
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-def test_rows_outside_the_sequences_may_be_nan(run, splits):
-    """Scales before and after a sequence, in its own last tile too, are NaN."""
-
-    def spread(data, rows, total):
-        packed = torch.full((total, 1, 288), 0x77, dtype=torch.uint8)
-        scales = torch.full((total, 24), 255, dtype=torch.uint8)
-        packed[rows], scales[rows, :BLOCKS] = codes_of(data)
-        return packed, scales
-
-    check_rows_outside(run, splits, spread, "mxfp4", ACCURACY)
 
 
 @pytest.mark.parametrize("columns", [18, 24, 25, 32])
@@ -113,12 +70,12 @@ def test_strided_q_cache_and_scales(run, columns):
 # ---- the format
 
 
-def test_every_code_under_every_scale_is_exact(pool):
+def test_every_code_under_every_scale_is_exact(interpreter):
     """All 16 x 256, as low and as high nibble; scale 255 makes every code NaN, zero included."""
     nibbles = torch.arange(16, dtype=torch.uint8)
     packed = (nibbles | nibbles.flip(0) << 4).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None]
-    values = pool.submit(interpreted.decode_mxfp4, packed, scales).result()
+    values = interpreter(interpreted.decode_mxfp4, packed, scales)
     assert torch.equal(values.float()[:255], reference.dequantize_mxfp4(packed, scales)[:255])
     assert values[255].isnan().all()
 
@@ -232,11 +189,11 @@ def test_the_strict_check_fails_a_dropped_tile(run, judged):
 
 
 @pytest.mark.parametrize("own_dtypes", [True, False])
-def test_custom_kernel_reaches_the_arm(pool, own_dtypes):
+def test_custom_kernel_reaches_the_arm(interpreter, own_dtypes):
     data = ragged_input([100, 64])
     if not own_dtypes:
         data = with_cache(data, *(x.view(torch.uint8) for x in data[1]["mxfp4"]))
-    output, selection = pool.submit(interpreted.call, data, "triton_mxfp4").result()
+    output, selection = interpreter(interpreted.call, data, "triton_mxfp4")
     assert (selection.arm, selection.kv) == ("triton_mxfp4", "mxfp4")
     assert relative_error(output, reference.oracle(data, "mxfp4")) < ACCURACY
 
