@@ -1733,6 +1733,8 @@ def _quantizer(problem: Problem, form: str) -> Callable[[torch.Tensor], tuple[to
 def _prepare_aiter(problem: Problem, mode: AiterMode) -> Callable[[tuple], torch.Tensor]:
     """The call of one arm for one shape, with all but its inputs bound and made. Raises where AITER does not fit."""
     aiter, out, device = _aiter(), _output(problem), problem.device
+    fp8 = aiter.dtypes.fp8
+    _expect(fp8 is torch.float8_e4m3fn, "aiter.dtypes.fp8", "torch.float8_e4m3fn", fp8)
     b, s_kv = problem.batch_size, problem.kv_seq_len
     arange = partial(torch.arange, dtype=torch.int32, device=device)
     # Equal sequences in consecutive pages of one token.

@@ -538,6 +538,12 @@ def test_librarys_schedule_is_refused_where_it_is_unsafe(aiter, kv_len, message)
     assert ARMS["aiter_own_a16w8"].why_not(given) is None
 
 
+def test_other_fp8_is_refused(aiter):
+    aiter().module.dtypes.fp8 = torch.float8_e4m3fnuz
+    reason = ARMS["aiter_own_a16w8"].why_not(problem())
+    assert reason == "ValueError: aiter.dtypes.fp8: expected torch.float8_e4m3fn, got torch.float8_e4m3fnuz"
+
+
 @pytest.mark.parametrize("kv_len", [1, 2, 3])
 def test_sequences_under_4_tokens_are_refused(aiter, keep_overflow, kv_len):
     aiter()
