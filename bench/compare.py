@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 LEAST_CHANGE = 0.01
-# Of ten runs each of one unchanged kernel, one pair in a hundred has bands that lie apart; of five, nine.
+# Of ten runs each of one unchanged kernel, one pair in a hundred has bands that lie apart; of five, nine. On a machine
+# whose speed drifts between processes more do.
 MIN_RUNS = 10
 RULE = (
     f"faster or slower if, with {MIN_RUNS} runs each, the bands from p20 to p80 lie apart and the medians differ by "

@@ -15,7 +15,7 @@ import typer
 from bench.console import run_tool
 from bench.options import require_picture
 
-ROOF = {"color": "black", "linestyle": "-", "linewidth": 1.5}
+ROOF = {"color": "black", "linestyle": "-", "linewidth": 1.5, "marker": "_"}  # a case alone has no line
 # In the order of the legend; the two readers are the roofs.
 PEERS: dict[str, dict[str, Any]] = {
     "reader fp8": ROOF,

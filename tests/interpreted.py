@@ -35,11 +35,12 @@ def _repair_dot():
 
 @contextlib.contextmanager
 def interpreter():
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
-        spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-            pool.submit(_repair_dot).result()  # starts the process while the environment holds
-            yield pool
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        # Only the process that starts here is to interpret, not what other tests ask of this one.
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
+            pool.submit(_repair_dot).result()
+        yield pool
 
 
 def run(data, splits, block_n=64, combine=True, kv="fp8"):

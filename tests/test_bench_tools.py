@@ -144,6 +144,11 @@ def test_dispatch_reports_first_and_later_calls(tmp_path, monkeypatch):
     assert row["custom_kernel_us"] > 0 and row["arm_us"] > 0
 
 
+def test_a_case_alone_shows_in_every_series():
+    """A line of one point is none: only its marker is seen."""
+    assert all(style.get("marker") for style in roofline.PEERS.values())
+
+
 def test_roofline_draws_the_recorded_result(tmp_path):
     picture = tmp_path / "roofline.png"
     recorded = ROOT / "docs" / "data" / "peers_h200.json"
